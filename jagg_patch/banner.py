@@ -1,0 +1,38 @@
+"""The lines that rank 0 prints at start: version, trainer, settings, plan, predicted saving."""
+
+from . import __version__
+from .cost import training_step_cost, update_cost
+from .plan import Role, plan_groups, step_roles
+
+
+def banner(trainer, config, args):
+    """The start-up text for `trainer` under `config` and the trainer's parsed `args`."""
+    head = f"JAGG {__version__} on {trainer.name}"
+    if not config.enabled:
+        return f"{head}: off"
+    n_trajectory, n_visited = trainer.visited_steps(args)
+    groups = plan_groups(n_visited, config)
+    settings = [f"group_size {config.group_size}", f"frac {config.frac:g}", f"aggregation {config.aggregation}"]
+    settings.append("schedule joint" + (" (auto)" if config.schedule == "auto" else ""))
+    lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(n_trajectory, n_visited, groups)}"]
+    if groups:
+        cost = trainer.step_cost(args)
+        update = update_cost(n_visited, (), cost), update_cost(n_visited, groups, cost)
+        whole = [training_step_cost(n_visited, args.sampling_steps, g, cost) for g in ((), groups)]
+        lines.append(
+            f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
+            f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
+        )
+    return "\n".join(lines)
+
+
+def describe_plan(n_trajectory, n_visited, groups):
+    """The plan in words, e.g. `9 of 15 steps visited, in trajectory order: groups of 5, then 4 exact`."""
+    if not groups:
+        return f"{n_visited} of {n_trajectory} steps visited, all exact: nothing is grouped, nothing is changed"
+    sizes = "+".join(str(len(group)) for group in groups)
+    n_exact = step_roles(n_visited, groups).count(Role.EXACT)
+    return (
+        f"{n_visited} of {n_trajectory} steps visited, in trajectory order: "
+        f"{sum(map(len, groups))} in {len(groups)} group{'s' * (len(groups) > 1)} ({sizes}), {n_exact} exact"
+    )

@@ -1,0 +1,124 @@
+"""Settings: a dataclass, the `JAGG_*` environment, the `--jagg_*` flags. Flag beats environment beats default."""
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+
+from .errors import JaggError
+
+ENV_PREFIX = "JAGG_"
+FLAG_PREFIX = "jagg_"
+
+
+def _one_of(*choices):
+    def check(value):
+        if value not in choices:
+            raise ValueError
+
+    return check, " or ".join(choices)
+
+
+def _at_least(low):
+    def check(value):
+        if value < low:
+            raise ValueError
+
+    return check, f"a whole number of at least {low}"
+
+
+def _fraction(value):
+    if not (math.isfinite(value) and 0 <= value <= 1):
+        raise ValueError
+
+
+def _whole(value):
+    """int() that refuses 4.7 and True instead of rounding them."""
+    if isinstance(value, (bool, float)):
+        raise ValueError
+    return int(value)
+
+
+def _switch(value):
+    return {"0": False, "1": True, False: False, True: True}[value]
+
+
+def _setting(default, convert, rule, help):
+    check, accepts = rule
+    return field(default=default, metadata=dict(convert=convert, check=check, accepts=accepts, help=help))
+
+
+@dataclass(frozen=True)
+class JaggConfig:
+    """How the update is grouped. Raises `JaggError` on a value out of range, naming what is valid.
+
+    Values may be given as strings, as the environment has them. `schedule="auto"` is the joint schedule.
+    """
+
+    enabled: bool = _setting(True, _switch, (lambda value: None, "0 or 1"), "0 leaves the trainer as it is")
+    group_size: int = _setting(4, _whole, _at_least(2), "steps per group, W: their W backward passes become 2")
+    frac: float = _setting(
+        0.6, float, (_fraction, "a number from 0 to 1"), "share of a trajectory's visited steps, noisiest first, to group"
+    )
+    schedule: str = _setting("auto", str, _one_of("auto", "joint"), "when the endpoints' backward passes run")
+    aggregation: str = _setting(
+        "interpolate",
+        str,
+        _one_of("interpolate", "endpoints"),
+        "interpolate in t, or keep the endpoints' own gradients only (the ablation)",
+    )
+
+    def __post_init__(self):
+        for setting in fields(self):
+            value = convert(setting, getattr(self, setting.name), setting.name)
+            object.__setattr__(self, setting.name, value)
+
+    @classmethod
+    def from_env(cls, environ=os.environ):
+        """Settings from the `JAGG_*` variables of `environ`. Raises `JaggError` on an unknown name or a bad value."""
+        names = {ENV_PREFIX + setting.name.upper(): setting for setting in fields(cls)}
+        unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in names)
+        if unknown:
+            raise JaggError(
+                f"unknown setting in the environment: {', '.join(unknown)}\nvalid are {', '.join(names)}: unset or rename it"
+            )
+        given = {name: environ[name] for name in names if name in environ}
+        return cls(**{names[name].name: convert(names[name], value, name) for name, value in given.items()})
+
+    def with_flags(self, args):
+        """These settings, overridden by the `jagg_*` attributes of the parsed `args` that aren't None."""
+        flags = {setting: getattr(args, FLAG_PREFIX + setting.name, None) for setting in fields(self)}
+        given = {
+            setting.name: convert(setting, value, f"--{FLAG_PREFIX}{setting.name}")
+            for setting, value in flags.items()
+            if value is not None
+        }
+        return type(self)(**(self.as_dict() | given))
+
+    def as_dict(self):
+        return {setting.name: getattr(self, setting.name) for setting in fields(self)}
+
+
+def convert(setting, value, name):
+    """`value` in the type of the dataclass field `setting`; `name` is what the user called it, for the message."""
+    rule = setting.metadata
+    try:
+        converted = rule["convert"](value)
+        rule["check"](converted)
+    except (ValueError, TypeError, KeyError):
+        raise JaggError(f"bad value {name}={value!r}\n{name} takes {rule['accepts']}: {rule['help']}") from None
+    return converted
+
+
+def add_flags(parser):
+    """Add `--jagg_*` to an argparse parser, so that they show in `--help` and reach the trainer's `args`."""
+    group = parser.add_argument_group("JAGG", "grouped backward passes; each flag beats the JAGG_* variable of its name")
+    for setting in fields(JaggConfig):
+        rule = setting.metadata
+        default = int(setting.default) if setting.type is bool else setting.default
+        # No type and no default here: with_flags converts, so that a bad flag and a bad variable read the same,
+        # and None tells "not given" from the default.
+        group.add_argument(
+            f"--{FLAG_PREFIX}{setting.name}",
+            metavar=setting.name.upper(),
+            help=f"{rule['help']}; {rule['accepts']} (default {default})",
+        )

@@ -1,0 +1,85 @@
+"""Wrapping names of a module from outside: checks before, a forwarding module, and where a call came from."""
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+from dataclasses import dataclass
+
+from .errors import JaggError
+
+
+def require_parameters(namespace, function, parameters):
+    """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`."""
+    found = namespace.get(function)
+    if not inspect.isfunction(found):
+        raise _changed(namespace, f"there is no function {function}()")
+    missing = [name for name in parameters if name not in inspect.signature(found).parameters]
+    if missing:
+        raise _changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more")
+
+
+def _changed(namespace, what):
+    return JaggError(
+        f"{namespace.get('__file__', namespace.get('__name__'))}: {what}\n"
+        "upstream has changed in a place that JAGG relies on: run with JAGG_ENABLED=0, or move the patch set (see README)"
+    )
+
+
+@dataclass(frozen=True)
+class SourceLines:
+    """A range of lines of one source file, ends included."""
+
+    filename: str
+    first: int
+    last: int
+
+
+def call_lines(function, variable, method):
+    """The lines of the one statement in `function` that assigns `variable` from an expression calling `….method(…)`.
+
+    Raises `JaggError` unless there is exactly one.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    statements = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets)
+        and any(isinstance(part, ast.Attribute) and part.attr == method for part in ast.walk(node.value))
+    ]
+    if len(statements) != 1:
+        raise _changed(
+            function.__globals__,
+            f"{function.__name__}() has {len(statements)} statements `{variable} = … {method}(…)`, not one",
+        )
+    offset = function.__code__.co_firstlineno - 1
+    return SourceLines(function.__code__.co_filename, offset + statements[0].lineno, offset + statements[0].end_lineno)
+
+
+def called_from(lines):
+    """Whether the caller of the function that asks stands in `lines`."""
+    caller = sys._getframe(2)
+    return caller.f_code.co_filename == lines.filename and lines.first <= caller.f_lineno <= lines.last
+
+
+class ForwardingModule(types.ModuleType):
+    """A module as one namespace sees it: every attribute is the real module's, but for the replaced ones.
+
+    The real module stays as it is for every other library.
+    """
+
+    def __init__(self, module, **replaced):
+        super().__init__(module.__name__, module.__doc__)
+        vars(self).update(__spec__=module.__spec__, __loader__=module.__loader__, __package__=module.__package__)
+        vars(self).update(replaced, _forwards_to=module)
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["_forwards_to"], name)
+
+    def __setattr__(self, name, value):
+        setattr(vars(self)["_forwards_to"], name, value)
+
+    def __dir__(self):
+        return dir(vars(self)["_forwards_to"])

@@ -1,0 +1,76 @@
+"""Pure functions: which visited steps form groups, what each step is within its group, and the weights α."""
+
+import math
+from enum import Enum
+
+import torch
+
+from .errors import JaggError
+
+
+class Role(Enum):
+    """What a visited step is. A group's FIRST and LAST are its endpoints; they record a graph."""
+
+    EXACT = "exact"
+    FIRST = "first"
+    INTERMEDIATE = "intermediate"
+    LAST = "last"
+
+
+def plan_groups(n_steps, config):
+    """Split the routed steps of a trajectory into groups.
+
+    Args:
+        n_steps: how many steps of the trajectory are visited (trained), k.
+        config: a `JaggConfig`; `enabled`, `frac` and `group_size` count.
+
+    Returns:
+        A tuple of `range`s over positions among the visited steps, in trajectory order. Positions in no group are exact.
+        The first `r = int(frac * k)` steps are routed and split as evenly as possible, larger groups first, into
+        `max(1, floor(r / group_size + 1/2))` groups; with r < 2 there are none. A group of one (group_size 2, odd r) is
+        an exact step.
+
+    The rule uses count and position only, so all ranks take the same decisions.
+    """
+    n_routed = int(config.frac * n_steps + 1e-9) if config.enabled else 0
+    if n_routed < 2:
+        return ()
+    n_groups = max(1, math.floor(n_routed / config.group_size + 0.5))
+    size, n_larger = divmod(n_routed, n_groups)
+    groups, start = [], 0
+    for number in range(n_groups):
+        stop = start + size + (number < n_larger)
+        groups.append(range(start, stop))
+        start = stop
+    return tuple(groups)
+
+
+def step_roles(n_steps, groups):
+    """The `Role` of each of `n_steps` positions under `groups` (as `plan_groups` returns them)."""
+    roles = [Role.EXACT] * n_steps
+    for group in groups:
+        if len(group) > 1:
+            roles[group[0] : group[-1] + 1] = [Role.FIRST, *[Role.INTERMEDIATE] * (len(group) - 2), Role.LAST]
+    return tuple(roles)
+
+
+def alphas(timesteps):
+    """Interpolation weights `α_j = (t_0 - t_j) / (t_0 - t_{W-1})` of a group (summary, phase 3).
+
+    Args:
+        timesteps: `[W]`, or `[W, B]` when the samples of a batch have timesteps of their own; any unit that is affine in t.
+
+    Returns:
+        α of the same shape, 0 at the first step and 1 at the last; float64 for float64 timesteps, else float32.
+
+    Raises:
+        JaggError: a sample's two endpoints share a timestep, so that α isn't defined.
+    """
+    t = timesteps.to(torch.promote_types(timesteps.dtype, torch.float32))
+    span = t[0] - t[-1]
+    if (span == 0).any():
+        raise JaggError(
+            f"the endpoints of a group share a timestep ({timesteps[0].tolist()} and {timesteps[-1].tolist()})\n"
+            "interpolation in t isn't defined there: use fewer sampling steps, another shift, or JAGG_FRAC=0"
+        )
+    return (t[0] - t) / span

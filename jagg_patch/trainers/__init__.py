@@ -1,0 +1,16 @@
+"""Adapters: one module per upstream family, one table row per trainer."""
+
+from pathlib import Path
+
+from ..errors import JaggError
+from . import dancegrpo
+
+TRAINERS = dancegrpo.TRAINERS
+
+
+def find_trainer(namespace):
+    """The adapter of the trainer whose module globals `namespace` is. Raises `JaggError` when there is none."""
+    name = Path(namespace.get("__file__") or namespace.get("__name__", "?")).stem
+    if name not in TRAINERS:
+        raise JaggError(f"no adapter for the trainer {name!r}\nknown are {', '.join(TRAINERS)}: remove the hook from this file")
+    return TRAINERS[name]

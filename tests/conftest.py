@@ -1,0 +1,17 @@
+"""Settings for all tests."""
+
+import hypothesis
+import pytest
+
+# The processor is shared: a slow example says nothing.
+hypothesis.settings.register_profile("jagg", deadline=None)
+hypothesis.settings.load_profile("jagg")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch):
+    """The user's own JAGG_* must not reach the tests."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("JAGG_")]:
+        monkeypatch.delenv(name)

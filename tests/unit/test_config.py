@@ -1,0 +1,81 @@
+"""Settings: flag beats environment beats default; whatever isn't valid stops the run and says what is."""
+
+import argparse
+
+import pytest
+
+from jagg_patch import JaggConfig, JaggError
+from jagg_patch.config import add_flags
+
+
+def resolve(environ, *flags):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return JaggConfig.from_env(environ).with_flags(parser.parse_args(flags))
+
+
+def test_defaults():
+    assert JaggConfig().as_dict() == {
+        "enabled": True,
+        "group_size": 4,
+        "frac": 0.6,
+        "schedule": "auto",
+        "aggregation": "interpolate",
+    }
+
+
+def test_flag_beats_environment_beats_default():
+    environ = {"JAGG_GROUP_SIZE": "6", "JAGG_FRAC": "0.5", "OTHER": "1"}
+    config = resolve(environ, "--jagg_frac", "1")
+    assert (config.group_size, config.frac, config.aggregation) == (6, 1.0, "interpolate")
+    assert resolve({"JAGG_ENABLED": "0"}).enabled is False
+    assert resolve({"JAGG_ENABLED": "0"}, "--jagg_enabled", "1").enabled is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "valid"),
+    [
+        ("enabled", "yes", "0 or 1"),
+        ("enabled", "", "0 or 1"),
+        ("group_size", "1", "at least 2"),
+        ("group_size", "4.5", "whole number"),
+        ("frac", "1.1", "0 to 1"),
+        ("frac", "-0.1", "0 to 1"),
+        ("frac", "nan", "0 to 1"),
+        ("frac", "most", "0 to 1"),
+        ("schedule", "sequential", "auto or joint"),
+        ("aggregation", "mean", "interpolate or endpoints"),
+    ],
+)
+def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):
+    for source, call in {
+        f"JAGG_{name.upper()}": lambda: resolve({f"JAGG_{name.upper()}": value}),
+        f"--jagg_{name}": lambda: resolve({}, f"--jagg_{name}={value}"),
+        name: lambda: JaggConfig(**{name: value}),
+    }.items():
+        with pytest.raises(JaggError) as error:
+            call()
+        text = str(error.value)
+        assert f"{source}={value!r}" in text and valid in text
+        assert len(text.splitlines()) == 2
+
+
+@pytest.mark.parametrize("value", [4.0, True, None])
+def test_a_group_size_that_is_no_int_is_refused_in_python_too(value):
+    with pytest.raises(JaggError, match="group_size"):
+        JaggConfig(group_size=value)
+
+
+def test_unknown_variables_are_refused_with_the_valid_names():
+    with pytest.raises(JaggError, match="JAGG_FRACTION") as error:
+        JaggConfig.from_env({"JAGG_FRACTION": "0.5"})
+    assert "JAGG_FRAC," in str(error.value)
+
+
+def test_the_readme_s_table_lists_every_setting():
+    from pathlib import Path
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for name, value in JaggConfig().as_dict().items():
+        default = str(int(value)) if isinstance(value, bool) else str(value)
+        assert f"| `JAGG_{name.upper()}` | `--jagg_{name}` | `{default}` |" in readme

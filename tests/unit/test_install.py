@@ -1,0 +1,343 @@
+"""The interception on a loop of upstream's shape: what it does when all is well, and what it refuses."""
+
+import argparse
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
+
+LOOP = Path(__file__).parent / "loop/train_grpo_flux.py"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load the loop as a module, with one piece of its text replaced if asked for."""
+
+    def load_changed(old=None, new=None):
+        text = LOOP.read_text()
+        if old is not None:
+            assert text.count(old) == 1, f"{old!r} is not in the loop once"
+            text = text.replace(old, new)
+        path = tmp_path / LOOP.name
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("train_grpo_flux", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_changed
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+class Gradients:
+    """An optimizer that keeps the gradient of each step and changes nothing."""
+
+    def __new__(cls, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.seen = []
+
+        def keep(optimizer, *_):
+            optimizer.seen.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+
+        optimizer.register_step_pre_hook(keep)
+        return optimizer
+
+
+def run(module, model=None, seed=1, **settings):
+    """One training step. Returns the visited steps, the gradient at each optimizer step and the RNG state after."""
+    model = model or make_model()
+    torch.manual_seed(seed)
+    optimizer = Gradients(model)
+    visited = module.train_one_step(module.make_args(**settings), model, optimizer)
+    return visited, torch.stack(optimizer.seen), torch.get_rng_state()
+
+
+def by_sample(visited, n_samples=2):
+    k = len(visited) // n_samples
+    return [visited[i * k : (i + 1) * k] for i in range(n_samples)]
+
+
+def count_backward_passes(model):
+    passes = []
+
+    def watch_output(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: passes.append(1))
+
+    model.register_forward_hook(watch_output)
+    return passes
+
+
+# -- what it does
+
+
+@pytest.mark.parametrize("settings", [{"enabled": False}, {"frac": 0.0}])
+def test_off_and_nothing_routed_are_bit_identical(load, settings):
+    visited, gradients, rng = run(load())
+    module = load()
+    install(vars(module), config=JaggConfig(**settings))
+    assert run(module)[0] == visited
+    _, patched_gradients, patched_rng = run(module)
+    assert torch.equal(patched_gradients, gradients) and torch.equal(patched_rng, rng)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_the_same_steps_are_trained_in_trajectory_order_with_the_same_random_numbers(load, fraction):
+    visited, _, rng = run(load(), timestep_fraction=fraction)
+    module = load()
+    install(vars(module), config=JaggConfig())
+    sorted_visited, _, patched_rng = run(module, timestep_fraction=fraction)
+    assert by_sample(sorted_visited) == [sorted(steps) for steps in by_sample(visited)]
+    assert torch.equal(patched_rng, rng)
+
+
+def test_group_size_two_is_exact_with_half_the_autograd_calls(load):
+    _, expected, _ = run(load(), sampling_steps=9)
+    module, model = load(), make_model()
+    handle = install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    passes = count_backward_passes(model)
+    _, found, _ = run(module, model, sampling_steps=9)
+    assert_close(found, expected, rtol=1e-5, atol=1e-8)
+    assert handle.stats.groups == 2 * 4 and len(passes) == 2 * 8
+
+
+@pytest.mark.parametrize("group_size", [3, 4, 5])
+@pytest.mark.parametrize("frac", [0.6, 1.0])
+@pytest.mark.parametrize("aggregation", ["interpolate", "endpoints"])
+def test_the_gradient_is_group_backward_s(load, group_size, frac, aggregation):
+    config = JaggConfig(group_size=group_size, frac=frac, aggregation=aggregation)
+    module, model = load(), make_model()
+    calls = []  # (arguments, log-probability) of every training forward
+    original = module.grpo_one_step
+
+    def recording(*args):
+        calls.append(args)
+        return original(*args)
+
+    module.grpo_one_step = recording
+    recording.__signature__ = inspect.signature(original)
+    handle = install(vars(module), config=config)
+    passes = count_backward_passes(model)
+    _, found, _ = run(module, model)
+
+    # The oracle: the same steps, one group at a time, outside the trainer.
+    module = load()
+    torch.manual_seed(1)
+    args = module.make_args()
+    rewards, _, _, _ = module.sample_reference_model(args, model)
+    order = torch.randperm(len(rewards))
+    advantages = ((rewards - rewards.mean()) / rewards.std())[order]
+    n_visited, model = args.sampling_steps - 1, make_model()
+    groups = plan_groups(n_visited, config)
+    singles = [range(j, j + 1) for j in range(sum(map(len, groups)), n_visited)]
+    for sample in range(args.n_samples):
+        for group in [*groups, *singles]:
+            steps = [calls[sample * n_visited + position] for position in group]
+
+            def velocity(j, steps=steps):
+                return module.run_model(model, steps[j][1], steps[j][4])
+
+            def loss(j, v_hat, steps=steps, sample=sample):
+                _, latents, pre_latents, _, _, i, sigmas = steps[j]
+                with torch.no_grad():
+                    old = module.flux_step(velocity(j), latents, args.eta, sigmas, i, pre_latents, True, True)[2]
+                new = module.flux_step(v_hat, latents, args.eta, sigmas, i, pre_latents, True, True)[2]
+                return -(advantages[sample] * torch.exp(new - old)).mean() / (args.n_samples * n_visited)
+
+            group_backward(velocity, loss, torch.stack([step[4] for step in steps]), config)
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert_close(found[0], expected, rtol=1e-5, atol=1e-8)
+    n_backward = args.n_samples * (2 * len(groups) + len(singles))
+    assert handle.stats.backward_passes == n_backward == len(passes)
+    assert handle.stats.backward_passes_unpatched == args.n_samples * n_visited
+
+
+def test_uninstall_restores_every_name_and_the_parser(load):
+    module = load()
+    before = dict(vars(module))
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**vars(module.make_args()))
+    handle = install(vars(module), parser)
+    parser.parse_args([])
+    assert module.flux_step is not before["flux_step"]
+    handle.uninstall()
+    assert dict(vars(module)) == before
+    assert "parse_known_args" not in vars(parser)
+    handle.uninstall()
+
+
+def test_only_the_trainer_sees_the_other_randperm(load):
+    module = load()
+    real = torch.randperm
+    install(vars(module), config=JaggConfig())
+    assert torch.randperm is real
+    assert module.torch.randperm is not real
+    assert module.torch.nn is torch.nn and module.torch.__version__ == torch.__version__
+    assert isinstance(torch.ones(1), module.torch.Tensor)
+
+
+def test_flags_reach_the_trainer_s_args_and_off_by_flag_wraps_nothing_that_computes(load):
+    module = load()
+    before = dict(vars(module))
+    parser = argparse.ArgumentParser()
+    for name, value in vars(module.make_args()).items():
+        parser.add_argument(f"--{name}", default=value)
+    install(vars(module), parser)
+    args = parser.parse_args(["--jagg_enabled", "0", "--jagg_frac", "0.5"])
+    assert (args.jagg_enabled, args.jagg_frac, args.jagg_group_size) == (False, 0.5, 4)
+    assert all(vars(module)[name] is before[name] for name in before if name != "train_one_step")
+    assert "--jagg_group_size" in parser.format_help()
+
+
+def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch):
+    from jagg_patch import __version__
+
+    monkeypatch.setenv("RANK", "0")
+    module = load()
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**vars(module.make_args(timestep_fraction=0.6)))
+    install(vars(module), parser)
+    parser.parse_args([])
+    assert capsys.readouterr().out.splitlines() == [
+        f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6, aggregation interpolate, schedule joint (auto)",
+        "  plan: 9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact",
+        "  predicted per sample, in forwards: update 36 -> 27 (1.33x), with sampling 52 -> 43 (1.21x)",
+    ]
+
+
+def test_banner_only_on_rank_zero(load, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    module = load()
+    install(vars(module), config=JaggConfig())
+    run(module)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reference_forward_without_gradients_passes_through(load):
+    call = "            ratio = torch.exp("
+    reference = "            with torch.no_grad():\n                grpo_one_step(args, latents[i : i + 1, step], "
+    reference += "latents[i : i + 1, step + 1], model, timesteps[step : step + 1], step, sigmas)\n"
+    plain = load()
+    install(vars(plain), config=JaggConfig())
+    with_reference = load(call, reference + call)
+    install(vars(with_reference), config=JaggConfig())
+    assert torch.equal(run(with_reference)[1], run(plain)[1])
+
+
+# -- what it refuses
+
+
+def stops(module, match, **settings):
+    """The training step ends in a two-line JaggError, and the next one on a whole module isn't affected."""
+    with pytest.raises(JaggError, match=match) as error:
+        run(module, **settings)
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        # an unexpected step
+        ("            step = perms[i][j]\n", "            step = perms[i][train_timesteps - 1 - j]\n", "the plan expected trajectory step 0"),
+        ("range(train_timesteps):", "range(train_timesteps - 1):", "visited step 14 .trajectory step 0.: the plan expected"),
+        ("for i in range(args.n_samples):", "for i in [*range(args.n_samples), 0]:", "expected no further step"),
+        # an optimizer step, or the end of the training step, with a group open
+        ("            loss.backward()\n", "            loss.backward()\n            if j == 1: optimizer.step()\n", "optimizer was about to step"),
+        ("range(train_timesteps):", "range(2):", "the plan expected trajectory step 2"),
+        ("            loss.backward()\n", "            loss.backward()\n            if j == 1: return\n", "training step ended"),
+        # a step whose gradient never arrives, or arrives twice
+        ("            loss.backward()\n", "            if j != 1: loss.backward()\n", "no gradient arrived for step 1"),
+        ("            loss.backward()\n", "            if j != 3: loss.backward()\n", "still open"),
+        ("            loss.backward()\n", "            loss.backward(retain_graph=True)\n            if j == 3: loss.backward()\n", "second backward"),
+        # one backward for the accumulated losses
+        ("            loss.backward()\n", "            total = loss if j == 0 else total + loss\n            if j == 14: total.backward()\n", "no gradient arrived"),
+        # the solver step isn't run once
+        ("    return flux_step(velocity", "    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)\n    return flux_step(velocity", "2 times"),
+        # another number of steps than the arguments say
+        ("    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 2\n", "orders 14 steps"),
+        # endpoints of a group at one timestep
+        ("int(s * 1000) for s in sigmas[:n]", "500 for s in sigmas[:n]", "share a timestep"),
+    ],
+)  # fmt: skip
+def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match):
+    module = load(old, new)
+    install(vars(module), config=JaggConfig(frac=1))
+    stops(module, match)
+
+
+def test_a_frozen_model_is_refused(load):
+    module, model = load(), make_model().requires_grad_(False)
+    install(vars(module), config=JaggConfig())
+    with pytest.raises(JaggError, match="has no graph"):
+        module.train_one_step(module.make_args(), model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+
+
+def test_the_training_step_after_a_failed_one_starts_clean(load):
+    module = load("            loss.backward()\n", "            loss.backward()\n            args.after_step(j)\n")
+    install(vars(module), config=JaggConfig())
+    expected = run(module, after_step=lambda j: None)[1]
+
+    def fail(j):
+        if j == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(module, after_step=fail)
+    assert torch.equal(run(module, after_step=lambda j: None)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("def flux_step(model_output, latents", "def flux_step(output, latents", "flux_step.. has no parameter model_output"),
+        ("def grpo_one_step(args, latents, pre_latents, model, timesteps, i,", "def grpo_one_step(args, latents, pre_latents, model, timesteps, j,", "grpo_one_step.. has no parameter i"),
+        ("def sample_reference_model(args,", "def sample_reference_model(options,", "no parameter args"),
+        ("def sample_reference_model(", "def roll_out(", "no function sample_reference_model"),
+        ("    perms = torch.stack(", "    orders = torch.stack(", "0 statements `perms"),
+    ],
+)  # fmt: skip
+def test_changed_upstream_functions_are_refused_at_install(load, old, new, match):
+    module = load(old, new)
+    with pytest.raises(JaggError, match=match) as error:
+        install(vars(module), config=JaggConfig())
+    assert module.__file__ in str(error.value) and len(str(error.value).splitlines()) == 2
+    install(vars(module), config=JaggConfig(enabled=False))  # off never gets in the way
+
+
+def test_from_the_parser_an_error_ends_the_program_with_the_message_alone(load, monkeypatch):
+    module = load()
+    parser = argparse.ArgumentParser()
+    install(vars(module), parser)
+    monkeypatch.setenv("JAGG_FRACTION", "1")
+    with pytest.raises(SystemExit, match="jagg_patch: unknown setting in the environment: JAGG_FRACTION"):
+        parser.parse_args([])
+
+
+def test_missing_sampling_steps_are_named(load):
+    module = load()
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**vars(module.make_args(sampling_steps=None)))
+    install(vars(module), parser)
+    with pytest.raises(SystemExit, match="--sampling_steps is not set"):
+        parser.parse_args([])
+
+
+def test_installing_twice_is_refused(load):
+    module = load()
+    install(vars(module), config=JaggConfig())
+    with pytest.raises(JaggError, match="already installed"):
+        install(vars(module), config=JaggConfig())
+
+
+def test_a_file_that_is_no_known_trainer_is_refused():
+    with pytest.raises(JaggError, match="no adapter for the trainer 'train_grpo_new'"):
+        install({"__file__": "/x/train_grpo_new.py"})

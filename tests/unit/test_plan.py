@@ -1,0 +1,82 @@
+"""The routing rule and α: the table of the design, and the properties that hold for every count and setting."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jagg_patch import JaggConfig, JaggError, alphas, plan_groups
+from jagg_patch.plan import Role, step_roles
+
+fractions = st.floats(0, 1)
+group_sizes = st.integers(2, 12)
+step_counts = st.integers(0, 200)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "settings", "sizes", "n_exact"),
+    [
+        (20, {}, [4, 4, 4], 8),  # the published setting
+        (9, {}, [5], 4),  # upstream's Flux script: 16 sampling steps, timestep_fraction 0.6
+        (6, {}, [3], 3),  # its LoRA script: 12 sampling steps
+        (15, {"frac": 1}, [4, 4, 4, 3], 0),
+        (10, {"frac": 1}, [4, 3, 3], 0),  # r / W = 2.5 rounds up
+        (10, {"frac": 0.3}, [3], 7),  # 0.3 * 10 is 2.9999999999999996 without the 1e-9
+        (5, {"frac": 1, "group_size": 2}, [2, 2, 1], 1),  # a group of one is an exact step
+        (3, {}, [], 3),  # r = 1
+        (20, {"frac": 0}, [], 20),
+        (20, {"enabled": False}, [], 20),
+        (0, {}, [], 0),
+    ],
+)
+def test_routing_table(n_steps, settings, sizes, n_exact):
+    groups = plan_groups(n_steps, JaggConfig(**settings))
+    assert [len(group) for group in groups] == sizes
+    assert step_roles(n_steps, groups).count(Role.EXACT) == n_exact
+
+
+@given(step_counts, fractions, group_sizes)
+def test_groups_cut_the_routed_steps_evenly_and_in_order(n_steps, frac, group_size):
+    groups = plan_groups(n_steps, JaggConfig(frac=frac, group_size=group_size))
+    routed = [position for group in groups for position in group]
+    r = int(frac * n_steps + 1e-9)
+    assert routed == list(range(r if r >= 2 else 0))
+    sizes = [len(group) for group in groups]
+    assert sizes == sorted(sizes, reverse=True)
+    if groups:
+        assert max(sizes) - min(sizes) <= 1
+        assert len(groups) == max(1, math.floor(r / group_size + 0.5))
+
+
+@given(step_counts, fractions, group_sizes)
+def test_every_group_opens_once_and_closes_once(n_steps, frac, group_size):
+    groups = plan_groups(n_steps, JaggConfig(frac=frac, group_size=group_size))
+    is_open = False
+    for role in step_roles(n_steps, groups):
+        assert is_open == (role in (Role.INTERMEDIATE, Role.LAST))
+        is_open = role in (Role.FIRST, Role.INTERMEDIATE)
+    assert not is_open
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=9, unique=True))
+def test_alpha_runs_from_zero_to_one_and_ignores_the_unit_of_time(times):
+    t = torch.tensor(sorted(times, reverse=True), dtype=torch.float64)
+    alpha = alphas(t)
+    assert alpha[0] == 0 and alpha[-1] == 1
+    assert (alpha.diff() > 0).all()
+    torch.testing.assert_close(alphas(t / 1000 + 3), alpha, rtol=0, atol=1e-9)
+    torch.testing.assert_close((1 - alpha) * t[0] + alpha * t[-1], t, rtol=0, atol=1e-9)
+
+
+def test_alpha_is_per_sample():
+    t = torch.tensor([[1000, 900], [800, 600], [500, 0]])
+    expected = torch.tensor([[0, 0], [200 / 500, 300 / 900], [1, 1]])
+    torch.testing.assert_close(alphas(t), expected)
+
+
+@pytest.mark.parametrize("t", [[500, 400, 500], [[900, 500], [800, 400], [700, 500]]])
+def test_endpoints_that_share_a_timestep_are_refused(t):
+    with pytest.raises(JaggError, match="share a timestep"):
+        alphas(torch.tensor(t))

@@ -27,12 +27,12 @@ def banner(trainer, config, args):
 
 
 def describe_plan(n_trajectory, n_visited, groups):
-    """The plan in words, e.g. `9 of 15 steps visited, in trajectory order: groups of 5, then 4 exact`."""
+    """The plan in words, e.g. `9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact`."""
     if not groups:
         return f"{n_visited} of {n_trajectory} steps visited, all exact: nothing is grouped, nothing is changed"
-    sizes = "+".join(str(len(group)) for group in groups)
+    sizes = [len(group) for group in groups if len(group) > 1]
     n_exact = step_roles(n_visited, groups).count(Role.EXACT)
     return (
-        f"{n_visited} of {n_trajectory} steps visited, in trajectory order: "
-        f"{sum(map(len, groups))} in {len(groups)} group{'s' * (len(groups) > 1)} ({sizes}), {n_exact} exact"
+        f"{n_visited} of {n_trajectory} steps visited, in trajectory order: {sum(sizes)} in "
+        f"{len(sizes)} group{'s' * (len(sizes) > 1)} ({'+'.join(map(str, sizes))}), {n_exact} exact"
     )

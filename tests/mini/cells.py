@@ -1,0 +1,154 @@
+"""Runs under torchrun: the mini trainer's own training steps in one cell of settings after another, from the same weights.
+
+usage: torchrun ... cells.py OUT; writes OUT/rank{N}.pt, one record per cell. The tests that read them are in test_mini.py.
+"""
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+
+from jagg_patch import JaggConfig, JaggError, install
+
+MINI = Path(__file__).resolve().parents[2] / "upstream/mini"
+sys.path.insert(0, str(MINI / "fastvideo"))
+import train_grpo_flux as trainer  # noqa: E402
+
+# 2 prompts x 4 samples in micro-batches of 3, 3 and 2; clipping by norm is out of the way so that gradients compare.
+BASE = dict(
+    pretrained_model_name_or_path=str(MINI / "data/flux"),
+    train_batch_size=2,
+    num_generations=4,
+    micro_batch_size=3,
+    use_group=True,
+    gradient_accumulation_steps=3,
+    gradient_checkpointing=True,
+    selective_checkpointing=1.0,
+    fsdp_sharding_startegy="full",
+    learning_rate=1e-4,
+    weight_decay=1e-4,
+    max_grad_norm=1e9,
+    sampling_steps=10,
+    timestep_fraction=1.0,
+    eta=0.7,
+    shift=3.0,
+    clip_range=1e-4,
+    adv_clip_max=5.0,
+    sampler_seed=0,
+)
+
+# name: (trainer arguments that differ, JAGG settings or None for the unpatched trainer, training steps)
+CELLS = {
+    "unpatched": ({}, None, 2),
+    "off": ({}, dict(enabled=False), 2),
+    "frac 0": ({}, dict(frac=0), 2),
+    "W=2": ({}, dict(group_size=2, frac=1), 1),
+    "W=3": ({}, dict(group_size=3, frac=1), 1),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(group_size=4, frac=1), 1),  # 9 steps: 5 + 4
+    "W=4 frac 0.6": ({}, dict(), 1),  # 9 steps: 5, then 4 exact
+    "endpoints": ({}, dict(aggregation="endpoints"), 1),
+    "fraction": (dict(timestep_fraction=0.6), None, 2),
+    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1), 1),  # 5 of 9 steps: one group of 5
+    "fraction off": (dict(timestep_fraction=0.6), dict(enabled=False), 2),
+    "windows": (dict(gradient_accumulation_steps=1), None, 2),
+    "windows off": (dict(gradient_accumulation_steps=1), dict(enabled=False), 2),
+    "windows W=2": (dict(gradient_accumulation_steps=1), dict(group_size=2, frac=1), 1),
+    "windows W=4": (dict(gradient_accumulation_steps=1), dict(frac=1), 1),
+    "default clip": (dict(max_grad_norm=1.0), None, 2),
+    "default clip off": (dict(max_grad_norm=1.0), dict(enabled=False), 2),
+}
+# cells whose gradient group_backward predicts, from the unpatched cell of the same trainer arguments
+ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "W=4 frac 0.6": "unpatched", "endpoints": "unpatched"}
+ORACLES |= {"fraction W=4": "fraction"}
+
+
+class Bench:
+    """One model per process; every cell starts from its initial weights and the same seeds."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+        self.transformer = trainer.build_transformer(argparse.Namespace(**BASE), self.device)
+        self.observer = Observer(self.transformer)
+        self.initial = local_weights(self.transformer)
+
+    def restore(self):
+        offset = 0
+        for parameter in self.transformer.parameters():
+            parameter.data.copy_(self.initial[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+        self.transformer.zero_grad()
+
+    def run(self, changes, settings, n_steps):
+        args = argparse.Namespace(**(BASE | changes))
+        self.restore()
+        torch.manual_seed(42 + dist.get_rank())
+        optimizer = torch.optim.AdamW(self.transformer.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+        loader = trainer.prompts(args, dist.get_rank(), dist.get_world_size())
+        handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
+        try:
+            with self.observer.watching() as seen, (recorded_steps(trainer) if settings is None else nullcontext()) as steps:
+                metrics = [trainer.train_one_step(args, self.device, self.transformer, optimizer, loader) for _ in range(n_steps)]
+        finally:
+            if handle:
+                handle.uninstall()
+        return {
+            "weights": local_weights(self.transformer),
+            "rng": torch.get_rng_state(),
+            "gradients": seen.gradients,
+            "passes": seen.passes,
+            "reaching": seen.reaching,
+            "gathers": seen.gathers,
+            "metrics": metrics,
+            "stats": handle.stats.as_dict() if handle else None,
+            "steps": steps,
+        }
+
+    def oracle(self, name, recorded):
+        changes, settings, _ = CELLS[name]
+        args = argparse.Namespace(**(BASE | changes))
+        self.restore()
+        n_visited = int((args.sampling_steps - 1) * args.timestep_fraction)
+        first_window = recorded["steps"][: 3 * n_visited]
+        return oracle_gradient(trainer, self.transformer, first_window, n_visited, JaggConfig(**settings))
+
+
+def refusal(bench, settings):
+    """What a run says when this rank has `settings`."""
+    try:
+        bench.run({}, settings, 1)
+    except JaggError as error:
+        return str(error)
+    return None
+
+
+def main(out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    bench = Bench()
+    records = {name: bench.run(*cell) for name, cell in CELLS.items()}
+    for name, source in ORACLES.items():
+        records[name]["oracle_error"] = relative_error(records[name]["gradients"][0], bench.oracle(name, records[source]))
+    for name in ("W=2", "W=3", "W=4", "endpoints"):
+        exact = records["unpatched"]["gradients"][0]
+        records[name]["exact_error"] = relative_error(records[name]["gradients"][0], exact)
+    records["windows W=2"]["exact_error"] = relative_error(*(records[name]["gradients"][0] for name in ("windows W=2", "windows")))
+    if dist.get_world_size() > 1:
+        records["ranks differ in frac"] = refusal(bench, dict(frac=0.6 if rank == 0 else 0.5))
+        records["one rank is off"] = refusal(bench, dict(enabled=rank == 0))
+        records["the run after"] = bench.run(*CELLS["W=4"])
+    for record in records.values():
+        if isinstance(record, dict):
+            record.pop("steps", None)
+    torch.save(records, os.path.join(out, f"rank{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,124 @@
+"""The mini trainer end to end: real FSDP processes, its own training step, one launch per number of ranks (see cells.py)."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, torchrun
+
+CELLS = Path(__file__).with_name("cells.py")
+BATCHES = 3  # micro-batches a training step
+N_BLOCKS = 3  # FSDP units under the root, each gathered once in a backward
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def ranks(request, tmp_path_factory):
+    """The records of all cells, one dict per rank."""
+    out = tmp_path_factory.mktemp("cells")
+    torchrun(request.param, CELLS, out, cwd=out, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize(
+    ("patched", "plain"),
+    [("off", "unpatched"), ("frac 0", "unpatched"), ("fraction off", "fraction"), ("windows off", "windows"), ("default clip off", "default clip")],
+)  # fmt: skip
+def test_off_is_bit_identical_after_two_training_steps(ranks, patched, plain):
+    for records in ranks:
+        assert torch.equal(records[patched]["weights"], records[plain]["weights"])
+        assert torch.equal(records[patched]["rng"], records[plain]["rng"])
+        assert [m["reward"] for m in records[patched]["metrics"]] == [m["reward"] for m in records[plain]["metrics"]]
+    assert not torch.equal(ranks[0][plain]["weights"], ranks[0]["W=4"]["weights"])
+
+
+def test_the_random_numbers_are_the_unpatched_run_s(ranks):
+    for records in ranks:
+        for patched, plain in (("windows W=2", "windows W=4"), ("W=2", "W=4"), ("W=3", "endpoints")):
+            assert torch.equal(records[patched]["rng"], records[plain]["rng"])
+
+
+@pytest.mark.parametrize("cell", ["W=2", "windows W=2"])
+def test_groups_of_two_are_exact(ranks, cell):
+    """Through the joint path: as many transformer backward passes as the exact run, in half the autograd calls."""
+    record = ranks[0][cell]
+    assert record["exact_error"] <= 1e-6
+    assert record["passes"] == BATCHES * 9
+    assert record["reaching"] == BATCHES * 5  # four groups of two and a single step
+
+
+@pytest.mark.parametrize("cell", ["W=2", "W=3", "W=4", "W=4 frac 0.6", "endpoints", "fraction W=4"])
+def test_the_gradient_is_group_backward_s(ranks, cell):
+    assert ranks[0][cell]["oracle_error"] <= 1e-6
+
+
+def test_the_gradient_is_not_the_exact_one_by_accident(ranks):
+    """The oracle test above would pass for an interception that grouped nothing."""
+    assert 1e-3 < ranks[0]["W=3"]["exact_error"] < ranks[0]["endpoints"]["exact_error"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "passes", "autograd_calls"),
+    [
+        ("unpatched", 2 * 9, 2 * 9),  # two training steps
+        ("W=3", 3 * 2, 3),
+        ("W=4", 2 * 2, 2),
+        ("W=4 frac 0.6", 2 + 4, 1 + 4),
+        ("fraction W=4", 2, 1),
+        ("windows W=4", 2 * 2, 2),
+    ],
+)
+def test_backward_passes_are_the_planned_ones(ranks, cell, passes, autograd_calls):
+    for records in ranks:
+        assert records[cell]["passes"] == BATCHES * passes
+        assert records[cell]["reaching"] == BATCHES * autograd_calls
+        if cell != "unpatched":
+            assert records[cell]["stats"]["backward_passes"] == BATCHES * passes
+
+
+def test_a_joint_backward_gathers_each_block_once(ranks):
+    expected = N_BLOCKS if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
+    for records in ranks:
+        for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6"):
+            assert set(records[cell]["gathers"]) == {expected}
+
+
+def test_each_accumulation_window_steps_the_optimizer(ranks):
+    for records in ranks:
+        assert len(records["windows W=4"]["gradients"]) == BATCHES
+        assert len(records["W=4"]["gradients"]) == 1
+
+
+def test_the_policy_ratio_is_no_further_from_one_than_unpatched(ranks):
+    for records in ranks:
+        limit = records["unpatched"]["metrics"][0]["first_ratio_error"]
+        for cell in ("W=2", "W=3", "W=4", "W=4 frac 0.6", "endpoints"):
+            assert records[cell]["metrics"][0]["first_ratio_error"] <= limit
+
+
+def test_ranks_with_different_settings_stop_instead_of_deadlocking(ranks):
+    if len(ranks) == 1:
+        assert "one rank is off" not in ranks[0]
+        return
+    for records in ranks:
+        assert "rank 1 has {'frac': 0.5}, rank 0 has {'frac': 0.6}" in records["ranks differ in frac"]
+        assert "rank 1 has {'enabled': False}, rank 0 has {'enabled': True}" in records["one rank is off"]
+        assert torch.equal(records["the run after"]["weights"], records["W=4"]["weights"])
+
+
+def test_the_patched_file_runs_as_the_user_s_script_does(tmp_path):
+    """apply.sh on a copy, then torchrun on the patched file: banner, planned backward count, reward.txt, checkpoint."""
+    copy, out = tmp_path / "mini", tmp_path / "out"
+    shutil.copytree(ROOT / "upstream/mini", copy)
+    subprocess.run([ROOT / "apply.sh", "--only", "train_grpo_flux", copy], check=True, capture_output=True)
+    command = "fastvideo/train_grpo_flux.py --use_group --gradient_checkpointing --timestep_fraction 0.6 --num_generations 2"
+    command += f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
+    printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=copy, env={"JAGG_GROUP_SIZE": "3"})
+    assert printed.count("JAGG 0.1.0 on train_grpo_flux: group_size 3, frac 1") == 1
+    assert "9 of 15 steps visited, in trajectory order: 9 in 3 groups (3+3+3), 0 exact" in printed
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["backward_passes"] for row in metrics] == [2 * 3 * 2] * 2
+    assert len((out / "reward.txt").read_text().split()) == 2
+    assert (out / "checkpoint-2/diffusion_pytorch_model.safetensors").is_file()

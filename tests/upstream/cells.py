@@ -1,0 +1,175 @@
+"""Runs under torchrun: the real Flux trainer's `train_one_step` on a tiny Flux, in one cell of settings after another.
+
+usage: torchrun ... cells.py CHECKOUT TRAINER OUT; writes OUT/rank{N}.pt. The tests that read them are in test_upstream.py.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import standins
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+
+from jagg_patch import JaggConfig, install
+from jagg_patch.intercept import ForwardingModule
+
+# Two prompts, two samples each, one optimizer step. The clip is wide: upstream's 1e-4 is below bf16's rounding.
+ARGS = dict(
+    h=64,
+    w=64,
+    t=1,
+    sampling_steps=10,
+    shift=3.0,
+    eta=0.3,
+    init_same_noise=True,
+    use_hpsv2=True,
+    use_pickscore=False,
+    use_hpsv3=False,
+    use_group=True,
+    num_generations=2,
+    timestep_fraction=1.0,
+    clip_range=0.2,
+    adv_clip_max=5.0,
+    gradient_accumulation_steps=4,
+    gradient_checkpointing=True,
+    selective_checkpointing=1.0,
+)
+
+# name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order)
+CELLS = {
+    "unpatched": ({}, None),
+    "off": ({}, dict(enabled=False)),
+    "frac 0": ({}, dict(frac=0)),
+    "sorted": ({}, "sorted"),
+    "W=2": ({}, dict(group_size=2, frac=1)),
+    "W=3": ({}, dict(group_size=3, frac=1)),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(frac=1)),  # 9 steps: 5 + 4
+    "default": ({}, {}),  # 9 steps: 5, then 4 exact
+    "fraction": (dict(timestep_fraction=0.6), None),
+    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1)),  # 5 of 9 steps
+}
+ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default": "unpatched", "fraction W=4": "fraction"}
+
+
+def build_transformer(fsdp_util, lora):
+    """A tiny Flux, wrapped by upstream's own helpers as its main() does."""
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(**standins.TINY_FLUX)
+    if lora:
+        from peft import LoraConfig
+
+        transformer.requires_grad_(False)
+        targets = ["to_k", "to_q", "to_v", "to_out.0"]
+        transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets))
+    kwargs, blocks = fsdp_util.get_dit_fsdp_kwargs(transformer, "full", lora, False, "fp32")
+    if lora:
+        transformer._no_split_modules = [block.__name__ for block in blocks]
+        kwargs["auto_wrap_policy"] = kwargs["auto_wrap_policy"](transformer)
+        kwargs["sync_module_states"] = False  # every rank drew the same weights; on a CPU FSDP1 can't broadcast them
+    transformer = torch.distributed.fsdp.FullyShardedDataParallel(transformer, **kwargs)
+    fsdp_util.apply_fsdp_checkpointing(transformer, blocks, 1)
+    return transformer
+
+
+def in_trajectory_order(namespace, n_visited):
+    """What the interception does to the order, and nothing else."""
+
+    def sorted_randperm(*args, **kwargs):
+        permutation = torch.randperm(*args, **kwargs)
+        permutation[:n_visited] = permutation[:n_visited].sort().values
+        return permutation
+
+    namespace["torch"] = ForwardingModule(torch, randperm=sorted_randperm)
+
+
+def main(checkout, name, out):
+    torch.set_num_threads(1)
+    standins.install(checkout)
+    trainer = importlib.import_module(f"fastvideo.{name}")
+    fsdp_util = importlib.import_module("fastvideo.utils.fsdp_util")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = torch.device("cpu")
+
+    transformer = build_transformer(fsdp_util, lora=name.endswith("_lora"))
+    observer = Observer(transformer)
+    initial = [parameter.detach().clone() for parameter in transformer.parameters()]
+    torch.manual_seed(1)
+    vae = AutoencoderKL(**standins.TINY_VAE).to(torch.bfloat16)
+    prompts = [standins.make_prompt(10 * rank + number) for number in range(2)]
+    *embeds, captions = zip(*prompts, strict=True)
+    batch = (*(torch.stack(embed) for embed in embeds), list(captions))
+
+    def restore():
+        for parameter, value in zip(transformer.parameters(), initial, strict=True):
+            parameter.data.copy_(value)
+        transformer.zero_grad()
+
+    def run(changes, settings):
+        args = argparse.Namespace(**(ARGS | changes))
+        restore()
+        torch.manual_seed(42 + rank)
+        optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=1e-5)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        handle, real_torch = None, trainer.torch
+        if settings == "sorted":
+            in_trajectory_order(vars(trainer), args.sampling_steps - 1)
+        elif settings is not None:
+            handle = install(vars(trainer), config=JaggConfig(**settings))
+        arguments = dict(
+            args=args,
+            device=device,
+            transformer=transformer,
+            vae=vae,
+            reward_model=standins.TinyReward(),
+            tokenizer=standins.tokenize,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            loader=iter([batch]),
+            noise_scheduler=None,
+            max_grad_norm=1e9,
+            preprocess_val=standins.preprocess,
+        )
+        if not name.endswith("_lora"):
+            arguments["ema_handler"] = None
+        try:
+            with observer.watching() as seen, (recorded_steps(trainer) if settings is None else nullcontext()) as steps:
+                trainer.train_one_step(**arguments)
+        finally:
+            if handle:
+                handle.uninstall()
+            trainer.torch = real_torch
+        return {
+            "weights": local_weights(transformer),
+            "rng": torch.get_rng_state(),
+            "gradient": seen.gradients[0],
+            "passes": seen.passes,
+            "gathers": seen.gathers,
+            "stats": handle.stats.as_dict() if handle else None,
+            "steps": steps,
+        }
+
+    records = {cell: run(*settings) for cell, settings in CELLS.items()}
+    for cell, source in ORACLES.items():
+        restore()
+        changes, settings = CELLS[cell]
+        n_visited = int((ARGS["sampling_steps"] - 1) * (ARGS | changes)["timestep_fraction"])
+        expected = oracle_gradient(trainer, transformer, records[source]["steps"], n_visited, JaggConfig(**settings))
+        records[cell]["oracle_error"] = relative_error(records[cell]["gradient"], expected)
+    for cell in ("sorted", "W=2", "W=3", "W=4"):
+        records[cell]["exact_error"] = relative_error(records[cell]["gradient"], records["unpatched"]["gradient"])
+    for record in records.values():
+        del record["steps"]
+    torch.save(records, os.path.join(out, f"rank{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -135,7 +135,8 @@ require_upstream() {
   while read -r file; do
     if [ -f "$dir/$file" ]; then return; fi
   done < <(pin file)
-  die 1 "$dir is not a DanceGRPO checkout: it has none of" $(pin file)
+  mapfile -t files < <(pin file)
+  die 1 "$dir is not a DanceGRPO checkout: it has none of" "${files[@]}"
 }
 
 require_room_for_module() {

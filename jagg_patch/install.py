@@ -85,7 +85,7 @@ def require_same_on_all_ranks(config):
         differing = {name: value for name, value in other.items() if settings[0].get(name) != value}
         if differing:
             raise JaggError(
-                f"rank {rank} has {differing}, rank 0 has {({name: settings[0].get(name) for name in differing})}\n"
+                f"rank {rank} has {differing}, rank 0 has { ({name: settings[0].get(name) for name in differing}) }\n"
                 "ranks with different plans deadlock: export the same JAGG_* on every node and run apply.sh on each checkout"
             )
 

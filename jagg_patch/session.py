@@ -220,6 +220,5 @@ class Session:
         if self._group is not None:
             raise JaggError(
                 f"{event} while the group that began at {self._group.where} was still open: its gradient is incomplete\n"
-                "nothing was trained on it. Does the loop end early, or step the optimizer inside a sample? Run with JAGG_ENABLED=0"
+                "does the loop end early, or step the optimizer inside a sample? Run with JAGG_ENABLED=0"
             )
-

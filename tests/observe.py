@@ -74,7 +74,9 @@ class Observer:
 
 def local_gradient(transformer):
     """This rank's shard of the gradient, flattened; zeros where a parameter has none."""
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten().clone() for p in transformer.parameters()])
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten().clone() for p in transformer.parameters()]
+    )
 
 
 def local_weights(transformer):

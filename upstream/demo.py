@@ -86,9 +86,9 @@ def compare(metrics):
             "first_ratio_error": max(row["first_ratio_error"] for row in rows),
         }
     off, on = results["off"], results["on"]
-    results["ratios"] = {
-        key: off[key][1] / on[key][1] for key in ("seconds_per_training_step", "update_seconds")
-    } | {"backward_passes": off["backward_passes_per_training_step"] / on["backward_passes_per_training_step"]}
+    results["ratios"] = {key: off[key][1] / on[key][1] for key in ("seconds_per_training_step", "update_seconds")} | {
+        "backward_passes": off["backward_passes_per_training_step"] / on["backward_passes_per_training_step"]
+    }
     difference = on["reward_last"][0] - off["reward_last"][0]
     results["reward_difference_in_standard_errors"] = difference / np.hypot(on["reward_last"][1], off["reward_last"][1])
     # The script trains 9 of 15 steps with every block checkpointed.
@@ -117,7 +117,8 @@ def table(results):
     lines += [
         "",
         "seconds: median (quartiles) after the first training step, rank 0; reward: mean ± standard error",
-        f"the arithmetic alone gives {results['update_ratio_of_the_arithmetic']:.2f}x for the update (9 of 15 steps trained, one group of 5);",
+        f"the arithmetic alone gives {results['update_ratio_of_the_arithmetic']:.2f}x for the update "
+        "(9 of 15 steps trained, one group of 5);",
         "what is above it is communication: a group's joint backward gathers and reduces each block once",
     ]
     return "\n".join(lines)

@@ -91,7 +91,7 @@ class Bench:
         loader = trainer.prompts(args, dist.get_rank(), dist.get_world_size())
         handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
         try:
-            with self.observer.watching() as seen, (recorded_steps(trainer) if settings is None else nullcontext()) as steps:
+            with self.observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
                 metrics = [trainer.train_one_step(args, self.device, self.transformer, optimizer, loader) for _ in range(n_steps)]
         finally:
             if handle:
@@ -137,7 +137,9 @@ def main(out):
     for name in ("W=2", "W=3", "W=4", "endpoints"):
         exact = records["unpatched"]["gradients"][0]
         records[name]["exact_error"] = relative_error(records[name]["gradients"][0], exact)
-    records["windows W=2"]["exact_error"] = relative_error(*(records[name]["gradients"][0] for name in ("windows W=2", "windows")))
+    records["windows W=2"]["exact_error"] = relative_error(
+        *(records[name]["gradients"][0] for name in ("windows W=2", "windows"))
+    )
     if dist.get_world_size() > 1:
         records["ranks differ in frac"] = refusal(bench, dict(frac=0.6 if rank == 0 else 0.5))
         records["one rank is off"] = refusal(bench, dict(enabled=rank == 0))

@@ -24,8 +24,14 @@ def ranks(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("patched", "plain"),
-    [("off", "unpatched"), ("frac 0", "unpatched"), ("fraction off", "fraction"), ("windows off", "windows"), ("default clip off", "default clip")],
-)  # fmt: skip
+    [
+        ("off", "unpatched"),
+        ("frac 0", "unpatched"),
+        ("fraction off", "fraction"),
+        ("windows off", "windows"),
+        ("default clip off", "default clip"),
+    ],
+)
 def test_off_is_bit_identical_after_two_training_steps(ranks, patched, plain):
     for records in ranks:
         assert torch.equal(records[patched]["weights"], records[plain]["weights"])
@@ -114,7 +120,9 @@ def test_the_patched_file_runs_as_the_user_s_script_does(tmp_path):
     shutil.copytree(ROOT / "upstream/mini", copy)
     subprocess.run([ROOT / "apply.sh", "--only", "train_grpo_flux", copy], check=True, capture_output=True)
     command = "fastvideo/train_grpo_flux.py --use_group --gradient_checkpointing --timestep_fraction 0.6 --num_generations 2"
-    command += f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
+    command += (
+        f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
+    )
     printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=copy, env={"JAGG_GROUP_SIZE": "3"})
     assert printed.count("JAGG 0.1.0 on train_grpo_flux: group_size 3, frac 1") == 1
     assert "9 of 15 steps visited, in trajectory order: 9 in 3 groups (3+3+3), 0 exact" in printed

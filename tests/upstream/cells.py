@@ -139,7 +139,7 @@ def main(checkout, name, out):
         if not name.endswith("_lora"):
             arguments["ema_handler"] = None
         try:
-            with observer.watching() as seen, (recorded_steps(trainer) if settings is None else nullcontext()) as steps:
+            with observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
                 trainer.train_one_step(**arguments)
         finally:
             if handle:

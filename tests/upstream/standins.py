@@ -62,13 +62,20 @@ def install(checkout):
     # fastvideo.dataset's own __init__ imports torchvision; its modules don't.
     package = module("fastvideo.dataset")
     package.__path__ = [str(Path(checkout) / "fastvideo/dataset")]
+    # Pinning memory, which needs CUDA, hands the captions on as a list; upstream's loop relies on that.
+    datasets = importlib.import_module("fastvideo.dataset.latent_flux_rl_datasets")
+    collate = datasets.latent_collate_function
+    datasets.latent_collate_function = lambda batch: (*collate(batch)[:3], list(collate(batch)[3]))
+
     module("fastvideo.utils.validation", log_validation=None)
     module("fastvideo.utils.dataset_utils", LengthGroupedSampler=None)
     module("fastvideo.models.mochi_hf.modeling_mochi", MochiTransformerBlock=type("MochiTransformerBlock", (), {}))
     blocks = (FluxTransformerBlock, FluxSingleTransformerBlock)
     module("fastvideo.utils.load", load_transformer=None, get_no_split_modules=lambda transformer: blocks)
 
-    open_clip = dict(create_model_and_transforms=lambda *_, **__: (TinyReward(), None, preprocess), get_tokenizer=lambda name: tokenize)
+    open_clip = dict(
+        create_model_and_transforms=lambda *_, **__: (TinyReward(), None, preprocess), get_tokenizer=lambda name: tokenize
+    )
     module("hpsv2").__path__ = []
     module("hpsv2.src").__path__ = []
     module("hpsv2.src.open_clip", **open_clip)
@@ -102,4 +109,9 @@ PROMPT_LENGTH = 6
 def make_prompt(seed):
     """Random embeddings of one prompt as the data set stores them: `[6, 32]`, `[16]`, text ids `[3]`, caption."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(PROMPT_LENGTH, 32, generator=generator), torch.randn(16, generator=generator), torch.zeros(3), f"prompt {seed}"
+    return (
+        torch.randn(PROMPT_LENGTH, 32, generator=generator),
+        torch.randn(16, generator=generator),
+        torch.zeros(3),
+        f"prompt {seed}",
+    )

@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # Fine-tune the digit model: two ranks on one machine. Output goes to $OUTPUT_DIR, the seed is $SEED.
 torchrun --standalone --nproc_per_node=2 \
     fastvideo/train_grpo_flux.py \

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Install what the tests need and run them. Arguments go to pytest: tests/run.sh tests/unit -k plan
+# The tests under tests/upstream also need a DanceGRPO checkout: upstream/DanceGRPO, or DANCEGRPO_DIR.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras=(test)
+if [ -n "${DANCEGRPO_DIR:-}" ] || [ -d upstream/DanceGRPO ]; then extras+=(upstream-test); fi
+python=$(tests/venv.sh "${extras[@]}")
+bin=$(dirname "$python")
+
+"$bin/flake8" jagg_patch upstream/demo.py upstream/mini tests
+"$bin/shellcheck" apply.sh tests/*.sh .ci/run upstream/mini/scripts/finetune/*.sh
+"$python" -m pytest "$@"

@@ -41,7 +41,10 @@ def call_lines(function, variable, method):
 
     Raises `JaggError` unless there is exactly one.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except OSError:
+        raise _changed(function.__globals__, f"the source of {function.__name__}() can't be read") from None
     statements = [
         node
         for node in ast.walk(tree)

@@ -47,7 +47,7 @@ def install(namespace, parser):
 GITCONFIG = (
     "[user]\n\tname = Tester\n\temail = tester@example.org\n[init]\n\tdefaultBranch = main\n[advice]\n\tdetachedHead = false\n"
 )
-HOSTILE_GITCONFIG = "[apply]\n\twhitespace = error\n\tignoreWhitespace = change\n[core]\n\tautocrlf = true\n"
+HOSTILE_GITCONFIG = "[apply]\n\twhitespace = error\n[core]\n\twhitespace = indent-with-non-tab,tabwidth=4\n\tautocrlf = true\n"
 
 
 @pytest.fixture(autouse=True)
@@ -255,19 +255,22 @@ def test_tarball_round_trip(tarball):
     assert snapshot(tarball) == before
 
 
-@pytest.mark.parametrize("name", ["outer", "with:colon"])
-def test_tarball_inside_another_repository(tmp_path, name):
+@pytest.mark.parametrize(
+    ("outer", "argument"),
+    [("outer", "outer/DanceGRPO"), ("with:colon", "with:colon/DanceGRPO"), ("outer", "link")],
+    ids=["plain", "colon", "link"],
+)
+def test_tarball_inside_another_repository(tmp_path, outer, argument):
     """There a plain `git apply` skips every file and exits 0."""
-    outer = tmp_path / name
-    outer.mkdir()
-    git(outer, "init", "-q")
-    inner = write_upstream(outer / "DanceGRPO")
-    before, outer_git = snapshot(inner), snapshot(outer / ".git", all_of_git=True)
-    run_apply(inner)
+    inner = write_upstream(tmp_path / outer / "DanceGRPO")
+    git(tmp_path / outer, "init", "-q")
+    (tmp_path / "link").symlink_to(inner)
+    before, outer_git = snapshot(inner), snapshot(tmp_path / outer / ".git", all_of_git=True)
+    run_apply(argument, cwd=tmp_path)
     assert_applied(inner, before)
-    run_apply("--reverse", inner)
+    run_apply("--reverse", argument, cwd=tmp_path)
     assert snapshot(inner) == before
-    assert snapshot(outer / ".git", all_of_git=True) == outer_git
+    assert snapshot(tmp_path / outer / ".git", all_of_git=True) == outer_git
 
 
 def test_worktree_round_trip(checkout, tmp_path):
@@ -378,11 +381,14 @@ def test_environment_names_another_place(tmp_path, variable):
     place = {"GIT_DIR": other / ".git", "GIT_WORK_TREE": other, "GIT_INDEX_FILE": other / ".git/index", "CDPATH": other.parent}
     env = {variable: str(place[variable])}
     before, other_before = snapshot(checkout), snapshot(other, all_of_git=True)
-    run_apply("DanceGRPO", cwd=checkout.parent, env=env)
-    assert_applied(checkout, before)
-    run_apply("--reverse", "DanceGRPO", cwd=checkout.parent, env=env)
-    assert snapshot(checkout) == before
-    assert snapshot(other, all_of_git=True) == other_before
+    for commit in [[], ["--commit"]]:
+        run_apply(*commit, "DanceGRPO", cwd=checkout.parent, env=env)
+        assert_applied(checkout, before)
+        git(checkout, "check-ignore", "-q", MODULE)
+        assert snapshot(other, all_of_git=True) == other_before
+        run_apply("--reverse", *commit, "DanceGRPO", cwd=checkout.parent, env=env)
+        assert snapshot(checkout) == before
+        assert snapshot(other, all_of_git=True) == other_before
 
 
 @pytest.mark.parametrize("commit", [(), ("--commit",)], ids=["plain", "commit"])
@@ -467,13 +473,13 @@ def test_module_stays_while_another_trainer_needs_it(checkout):
     run_apply("--reverse", "--only", TRAINERS[0], checkout)
     assert (checkout / MODULE / "install.py").exists()
     assert (checkout / FILES[0]).read_bytes() == before[FILES[0]][1]
-    run_apply("--reverse", "--only", TRAINERS[1], checkout)
+    run_apply("--reverse", "--only", TRAINERS[-1], checkout)
     assert snapshot(checkout) == before
 
 
 def test_only_serves_where_a_trainer_is_missing(checkout):
-    (checkout / FILES[1]).unlink()
-    assert_refused(checkout, says=[FILES[1], "missing", "--only"])
+    (checkout / FILES[-1]).unlink()
+    assert_refused(checkout, says=[FILES[-1], "missing", "--only"])
     run_apply("--only", TRAINERS[0], checkout)
     assert HOOK in (checkout / FILES[0]).read_text()
 
@@ -693,7 +699,7 @@ def link_module(top):
 
 PLACES = [FILES[0], FILES[-1], "fastvideo", ".git/info/exclude"]
 REFUSALS = {
-    "missing trainer": (lambda top: (top / FILES[1]).unlink(), [FILES[1], "missing", "--only"]),
+    "missing trainer": (lambda top: (top / FILES[-1]).unlink(), [FILES[-1], "missing", "--only"]),
     "line changed in the first": (change_line(FILES[0]), [FILES[0], "args = parser.parse_args()"]),
     "line changed in the last": (change_line(FILES[-1]), [FILES[-1], "args = parser.parse_args()"]),
     "hook changed in the first": (change_hook(FILES[0]), [FILES[0], "the hook is there but was edited"]),

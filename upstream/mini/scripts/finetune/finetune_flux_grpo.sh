@@ -11,7 +11,7 @@ torchrun --standalone --nproc_per_node=2 \
     --micro_batch_size 20 \
     --use_group \
     --gradient_accumulation_steps 3 \
-    --max_train_steps 40 \
+    --max_train_steps 30 \
     --learning_rate 3e-4 \
     --sampling_steps 16 \
     --timestep_fraction 0.6 \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Put JAGG into a DanceGRPO checkout, look at it, take it out again, or run the demo. See usage() below.
 set -euo pipefail
-unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_PREFIX # set when git itself started us; DIR decides, not they
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_PREFIX CDPATH # DIR decides, not what git or the shell left there
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 patches=$here/patches/dancegrpo
@@ -31,88 +31,308 @@ EOF
 
 die() { # status, lines
   local status=$1 line
-  shift
-  printf 'apply.sh: %s\n' "$1" >&2
-  for line in "${@:2}"; do printf '  %s\n' "$line" >&2; done
+  printf 'apply.sh: %s\n' "$2" >&2
+  for line in "${@:3}"; do printf '  %s\n' "$line" >&2; done
   exit "$status"
 }
 
 bad_usage() { die 2 "$1" "./apply.sh --help shows the usage"; }
 
-# git as if DIR were all there is: inside another repository, git apply would skip every file and still succeed.
-git_apply() { GIT_CEILING_DIRECTORIES=$(dirname "$dir") git -C "$dir" -c core.autocrlf=false -c apply.whitespace=nowarn apply "$@"; }
+# -- the patches
 
 pin() { git config --file "$here/upstream/pins.ini" --get-all "dancegrpo.$1"; }
 
-target_of() { sed -n 's|^+++ b/||p' "$patches/$1.patch"; }
+all_trainers() { sed -n '/^#/d; s/\.patch$//p' "$patches/series"; }
 
-selected() { # trainers in series order, those of --only if given
-  local name
-  while read -r name; do
-    name=${name%.patch}
-    if [ ${#only[@]} -eq 0 ] || [[ " ${only[*]} " == *" $name "* ]]; then echo "$name"; fi
-  done < <(grep -v '^#' "$patches/series")
+selected() { # those of --only if given, in series order
+  if [ ${#only[@]} -eq 0 ]; then all_trainers; else all_trainers | grep -xF "$(printf '%s\n' "${only[@]}")"; fi
 }
 
-# One of: applied, ready, or a reason why it can't be applied.
+target_of() { sed -n 's|^+++ b/||p' "$patches/$1.patch"; }
+
+in_dir() { git -C "$dir" -c core.autocrlf=false -c apply.whitespace=nowarn "$@"; }
+
+prefix() { git -C "$dir" rev-parse --show-prefix 2>/dev/null || true; } # of DIR inside a repository that holds it
+
+# Patches of the named trainers, as one input: git apply writes nothing unless every hunk of it fits. Without
+# --directory it would skip every file of a DIR inside another repository, and still exit 0.
+git_apply() { # options, --, trainers
+  local options=()
+  while [ "$1" != -- ]; do
+    options+=("$1")
+    shift
+  done
+  shift
+  for name in "$@"; do cat "$patches/$name.patch"; done | in_dir apply --directory="$(prefix)" "${options[@]}"
+}
+
+has_hook() { grep -qsF "$hook" "$dir/$(target_of "$1")"; }
+
+any_hook() { # of any trainer, selected or not
+  local name
+  for name in $(all_trainers); do
+    if has_hook "$name"; then return; fi
+  done
+  return 1
+}
+
+is_read_only() { [ ! -w "$1" ] || [ -z "$(find "$1" -prune -perm -200)" ]; } # root can write anywhere: look at the mode too
+
+# One of: applied, ready, or the reason why it can't be applied.
 state_of() {
   local file
   file=$(target_of "$1")
   if [ ! -f "$dir/$file" ]; then
     echo "the file is missing; if this checkout never had it, name the trainers that it has with --only"
-  elif git_apply --check --reverse "$patches/$1.patch" 2>/dev/null; then
-    echo applied
-  elif grep -qF "$hook" "$dir/$file"; then
-    echo "the hook is there but was edited; restore the file (git checkout -- $file), then apply again"
-  elif ! git_apply --check "$patches/$1.patch" 2>/dev/null; then
-    echo "the line before which the hook goes ('args = parser.parse_args()') was changed; restore it or see 'Moving to a new upstream' in the README"
-  elif [ ! -w "$dir/$file" ] || [ -z "$(find "$dir/$file" -prune -perm -200)" ]; then
-    echo "the file is read-only; make it writable (chmod u+w)"
+  elif has_hook "$1"; then
+    if git_apply --check --reverse -- "$1" 2>/dev/null; then echo applied; else
+      echo "the hook is there but was edited; restore the file (git checkout -- $file), then apply again"
+    fi
+  elif git_apply --check -- "$1" 2>/dev/null; then
+    if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
+  elif grep -q $'args = parser.parse_args()\r$' "$dir/$file"; then
+    echo "its lines end in CRLF; convert it (dos2unix), then apply again"
   else
-    echo ready
+    echo "the line before which the hook goes ('args = parser.parse_args()') was changed; restore it or see 'Moving to a new upstream' in the README"
   fi
 }
+
+in_state() {
+  local name
+  for name in $(selected); do
+    if [ "$(state_of "$name")" = "$1" ]; then echo "$name"; fi
+  done
+}
+
+report() { # a line a trainer, with $1 for those that aren't patched yet; returns 1 if one can't be
+  local name state status=0
+  for name in $(selected); do
+    state=$(state_of "$name")
+    case $state in
+      applied) ;;
+      ready) state=$1 ;;
+      *) state="refused: $state" status=1 ;;
+    esac
+    printf '  %-40s %s\n' "$(target_of "$name")" "$state"
+  done
+  return $status
+}
+
+# -- the module beside the trainers
 
 module_version() { sed -n 's/^__version__ = "\(.*\)"/\1/p' "$1/__init__.py"; }
 
 module_is_current() { diff -rq -x __pycache__ "$here/jagg_patch" "$dir/$module" >/dev/null 2>&1; }
 
-any_hook() { # whether a trainer of the series, selected or not, is hooked
-  local name
-  while read -r name; do
-    if grep -qsF "$hook" "$dir/$(target_of "${name%.patch}")"; then return 0; fi
-  done < <(grep -v '^#' "$patches/series")
-  return 1
-}
+module_is_ours() { [ ! -L "$dir/$module" ] && [ -f "$dir/$module/install.py" ]; }
 
-exclude_file() { # of DIR's own repository; nothing if DIR isn't the top of one
+exclude_file() { # of the repository that DIR is the top of; nothing if it isn't
   if [ -e "$dir/.git" ]; then git -C "$dir" rev-parse --path-format=absolute --git-path info/exclude; fi
 }
 
 put_module() {
-  local new=$dir/$module.new.$$ exclude
   if ! module_is_current; then
-    rm -rf "$new"
-    cp -R "$here/jagg_patch" "$new"
-    find "$new" -name __pycache__ -prune -exec rm -rf {} +
-    rm -rf "${dir:?}/$module"
-    mv "$new" "$dir/$module"
+    cp -R "$here/jagg_patch" "$dir/$module.new"
+    find "$dir/$module.new" -name __pycache__ -prune -exec rm -rf {} +
+    if module_is_ours; then mv "$dir/$module" "$dir/$module.old"; fi
+    mv "$dir/$module.new" "$dir/$module"
   fi
-  exclude=$(exclude_file)
   if [ -n "$exclude" ] && ! grep -qsxF "/$module/" "$exclude"; then
     mkdir -p "$(dirname "$exclude")"
+    if [ -s "$exclude" ] && [ -n "$(tail -c 1 "$exclude")" ]; then echo >>"$exclude"; fi
     echo "/$module/" >>"$exclude"
   fi
 }
 
 remove_module() {
-  local exclude
-  rm -rf "${dir:?}/$module"
-  exclude=$(exclude_file)
-  if [ -n "$exclude" ] && grep -qsxF "/$module/" "$exclude"; then
-    grep -vxF "/$module/" "$exclude" >"$exclude.jagg" || true
-    cat "$exclude.jagg" >"$exclude"
-    rm "$exclude.jagg"
+  local tree
+  if module_is_ours; then rm -rf "${dir:?}/$module"; fi
+  if [ -z "$exclude" ] || ! grep -qsxF "/$module/" "$exclude"; then return; fi
+  while read -r tree; do # worktrees share the file
+    if [ -d "$tree/$module" ]; then return; fi
+  done < <(git -C "$dir" worktree list --porcelain | sed -n 's/^worktree //p')
+  grep -vxF "/$module/" "$exclude" >"$backup/exclude.new" || true
+  cat "$backup/exclude.new" >"$exclude"
+}
+
+# -- all or nothing: what may change is saved first and put back unless finish is reached
+
+begin() {
+  backup=$(mktemp -d)
+  trap 'rm -rf "$backup"' EXIT
+  local name
+  for name in $(selected); do
+    if [ -f "$dir/$(target_of "$name")" ]; then cp -p "$dir/$(target_of "$name")" "$backup/$name"; fi
+  done
+  if [ -n "$exclude" ] && [ -f "$exclude" ]; then cp -p "$exclude" "$backup/exclude"; fi
+  had_module=
+  if [ -e "$dir/$module" ] || [ -L "$dir/$module" ]; then had_module=yes; fi
+  trap put_back EXIT
+}
+
+put_back() {
+  local name
+  for name in $(selected); do
+    if [ -f "$backup/$name" ] && ! cmp -s "$backup/$name" "$dir/$(target_of "$name")"; then
+      cp -p "$backup/$name" "$dir/$(target_of "$name")"
+    fi
+  done
+  if [ -f "$backup/exclude" ]; then
+    cmp -s "$backup/exclude" "$exclude" || cp -p "$backup/exclude" "$exclude"
+  elif [ -n "$exclude" ]; then
+    rm -f "$exclude"
+  fi
+  rm -rf "${dir:?}/$module.new"
+  if [ -d "$dir/$module.old" ]; then
+    rm -rf "${dir:?}/$module"
+    mv "$dir/$module.old" "$dir/$module"
+  elif [ -z "$had_module" ]; then
+    rm -rf "${dir:?}/$module"
+  fi
+  rm -rf "$backup"
+}
+
+finish() {
+  trap - EXIT
+  rm -rf "$backup" "${dir:?}/$module.old"
+}
+
+# -- reasons to refuse
+
+require_upstream() {
+  local file said
+  [ -d "$dir" ] || die 1 "$dir: no such directory"
+  mapfile -t files < <(pin file)
+  for file in "${files[@]}"; do
+    if [ -f "$dir/$file" ]; then
+      if [ -e "$dir/.git" ] && ! said=$(git -C "$dir" rev-parse --git-dir 2>&1); then die 1 "$dir: git can't read it" "$said"; fi
+      return
+    fi
+  done
+  die 1 "$dir is not a DanceGRPO checkout: it has none of" "${files[@]}"
+}
+
+require_room_for_module() {
+  local place
+  for place in "$dir/fastvideo" "$exclude"; do
+    if [ -e "$place" ] && is_read_only "$place"; then die 1 "$place: it is read-only, and has to change" "make it writable (chmod u+w)"; fi
+  done
+}
+
+require_no_other_module() {
+  if { [ -e "$dir/$module" ] || [ -L "$dir/$module" ]; } && ! module_is_ours; then
+    die 1 "$dir/$module: something else is already there" "move it away, then apply again"
+  fi
+}
+
+require_committable() {
+  local name
+  git -C "$dir" rev-parse --is-inside-work-tree >/dev/null 2>&1 || die 1 "$dir: --commit needs a git checkout" "do it without --commit"
+  git -C "$dir" var GIT_COMMITTER_IDENT >/dev/null 2>&1 || die 1 "$dir: git doesn't know who commits" "set user.name and user.email"
+  for name in rebase-apply rebase-merge; do
+    if [ -d "$(git -C "$dir" rev-parse --path-format=absolute --git-path $name)" ]; then
+      die 1 "$dir: a git am or rebase is in progress" "finish or abort it, then try again"
+    fi
+  done
+  for name in $(selected); do
+    git -C "$dir" ls-files --error-unmatch "$(target_of "$name")" >/dev/null 2>&1 ||
+      die 1 "$dir/$(target_of "$name"): not tracked by git" "do it without --commit"
+  done
+  git -C "$dir" diff --cached --quiet || die 1 "$dir: the index has staged changes" "commit or unstage them, then try again"
+}
+
+require_unedited() { # the named trainers are as in HEAD
+  local name
+  for name in "$@"; do
+    git -C "$dir" diff --quiet HEAD -- "$(target_of "$name")" ||
+      die 1 "$dir/$(target_of "$name"): has changes of yours" "commit or stash them, then try again"
+  done
+}
+
+committed() { git -C "$dir" show "HEAD:./$(target_of "$1")" 2>/dev/null | grep -F "$hook" >/dev/null; }
+
+# -- the actions
+
+do_check() {
+  report "ready to apply" || die 1 "a trainer can't be patched"
+  require_room_for_module
+  require_no_other_module
+}
+
+do_apply() {
+  local todo name patch_files=()
+  report "" >/dev/null || { report "not applied" >&2; die 1 "refused; nothing was changed in $dir"; }
+  require_room_for_module
+  require_no_other_module
+  if [ -n "$commit" ]; then require_committable; fi
+  mapfile -t todo < <(in_state ready)
+  begin
+  put_module
+  if [ -z "$commit" ]; then
+    if [ ${#todo[@]} -gt 0 ]; then git_apply -- "${todo[@]}"; fi
+  else
+    for name in $(in_state applied); do
+      if ! committed "$name"; then # a plain apply came before: git am wants the file as it was
+        git_apply --reverse -- "$name"
+        todo+=("$name")
+      fi
+    done
+    mapfile -t names < <(selected)
+    require_unedited "${names[@]}"
+    for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
+    if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$(prefix)" "${patch_files[@]}" >&2; then
+      git -C "$dir" am --abort >/dev/null 2>&1 || true
+      die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
+    fi
+  fi
+  for name in $(selected); do # git apply's word isn't enough
+    has_hook "$name" || die 1 "$dir/$(target_of "$name"): git reported success, but the hook is not there" "please report this, with git --version"
+  done
+  finish
+  echo "JAGG $(module_version "$here/jagg_patch") in $dir:"
+  report ""
+  echo "train as before; JAGG_ENABLED=0 turns it off, ./apply.sh --reverse takes it out"
+}
+
+do_reverse() {
+  local applied name were_committed=() files=()
+  for name in $(selected); do
+    if has_hook "$name" && [ "$(state_of "$name")" != applied ]; then die 1 "$dir/$(target_of "$name"): $(state_of "$name")"; fi
+  done
+  mapfile -t applied < <(in_state applied)
+  for name in "${applied[@]}"; do
+    if is_read_only "$dir/$(target_of "$name")"; then die 1 "$dir/$(target_of "$name"): the file is read-only" "make it writable (chmod u+w)"; fi
+    if committed "$name"; then were_committed+=("$name"); fi
+  done
+  require_room_for_module
+  if [ -n "$commit" ]; then
+    require_committable
+    require_unedited "${were_committed[@]}"
+  fi
+  begin
+  if [ ${#applied[@]} -gt 0 ]; then git_apply --reverse -- "${applied[@]}"; fi
+  if [ -n "$commit" ] && [ ${#were_committed[@]} -gt 0 ]; then
+    for name in "${were_committed[@]}"; do files+=("$(target_of "$name")"); done
+    in_dir commit --quiet --only -m "Take JAGG's hook out" -- "${files[@]}" >&2 ||
+      die 1 "$dir: git commit refused (its reason stands above)" "reverse without --commit"
+    were_committed=()
+  fi
+  any_hook || remove_module
+  finish
+  echo "${#applied[@]} trainers taken back in $dir"
+  for name in "${were_committed[@]}"; do
+    echo "  the hook was committed: commit this change too (git commit $(target_of "$name"))"
+  done
+}
+
+do_status() {
+  report "not applied" || true
+  if ! module_is_ours; then
+    echo "  $module: absent"
+  elif module_is_current; then
+    echo "  $module: version $(module_version "$dir/$module")"
+  else
+    echo "  $module: version $(module_version "$dir/$module"), stale (this is $(module_version "$here/jagg_patch")): run ./apply.sh again"
   fi
 }
 
@@ -129,148 +349,6 @@ clone_pin() {
   mv "$partial" "$default_dir"
 }
 
-require_upstream() {
-  local file
-  [ -d "$dir" ] || die 1 "$dir: no such directory"
-  while read -r file; do
-    if [ -f "$dir/$file" ]; then return; fi
-  done < <(pin file)
-  mapfile -t files < <(pin file)
-  die 1 "$dir is not a DanceGRPO checkout: it has none of" "${files[@]}"
-}
-
-require_room_for_module() {
-  local place
-  for place in "$dir/fastvideo" "$(exclude_file)"; do
-    if [ -e "$place" ] && { [ ! -w "$place" ] || [ -z "$(find "$place" -prune -perm -200)" ]; }; then
-      die 1 "$place: it is read-only, and the module goes there" "make it writable (chmod u+w)"
-    fi
-  done
-  if [ -L "$dir/$module" ] || { [ -e "$dir/$module" ] && [ ! -f "$dir/$module/install.py" ]; }; then
-    die 1 "$dir/$module: something else is already there" "move it away, then apply again"
-  fi
-}
-
-report() { # prints each trainer's state; returns 1 if one can't be applied
-  local name state status=0
-  for name in $(selected); do
-    state=$(state_of "$name")
-    case $state in
-      applied) printf '  %-40s applied\n' "$(target_of "$name")" ;;
-      ready) printf '  %-40s %s\n' "$(target_of "$name")" "${1:-ready to apply}" ;;
-      *)
-        printf '  %-40s refused: %s\n' "$(target_of "$name")" "$state"
-        status=1
-        ;;
-    esac
-  done
-  return $status
-}
-
-names_in_state() {
-  local name
-  for name in $(selected); do
-    if [ "$(state_of "$name")" = "$1" ]; then echo "$name"; fi
-  done
-}
-
-patch_files() { sed "s|^|$patches/|; s|\$|.patch|"; }
-
-verify_hooks() { # every named trainer has the hook: git apply's word isn't enough
-  local name
-  while read -r name; do
-    grep -qF "$hook" "$dir/$(target_of "$name")" || return 1
-  done
-}
-
-committed() { git -C "$dir" show "HEAD:./$(target_of "$1")" 2>/dev/null | grep -qF "$hook"; }
-
-require_committable() {
-  local file
-  git -C "$dir" rev-parse --is-inside-work-tree >/dev/null 2>&1 || die 1 "$dir: --commit needs a git checkout" "apply without --commit"
-  git -C "$dir" var GIT_COMMITTER_IDENT >/dev/null 2>&1 || die 1 "$dir: git doesn't know who commits" "set user.name and user.email"
-  git -C "$dir" diff --cached --quiet || die 1 "$dir: the index has staged changes" "commit or unstage them, then apply again"
-  for file in $(for name in $(selected); do target_of "$name"; done); do
-    git -C "$dir" ls-files --error-unmatch "$file" >/dev/null 2>&1 || die 1 "$dir/$file: not tracked by git" "apply without --commit"
-  done
-}
-
-do_apply() {
-  local todo=() name file
-  require_room_for_module
-  report "applying" >/dev/null || { report >&2; die 1 "refused; nothing was changed in $dir"; }
-  mapfile -t todo < <(names_in_state ready)
-  if [ -n "$commit" ]; then
-    require_committable
-    for name in $(names_in_state applied); do
-      if committed "$name"; then continue; fi
-      todo+=("$name")
-      git_apply --reverse "$patches/$name.patch"
-    done
-    for name in "${todo[@]}"; do
-      file=$(target_of "$name")
-      git -C "$dir" diff --quiet HEAD -- "$file" || die 1 "$dir/$file: has changes of yours" "commit or stash them, then apply again"
-    done
-    if [ ${#todo[@]} -gt 0 ]; then
-      mapfile -t files < <(printf '%s\n' "${todo[@]}" | patch_files)
-      if ! git -C "$dir" -c apply.whitespace=nowarn am --quiet --directory="$(git -C "$dir" rev-parse --show-prefix)" "${files[@]}" >&2; then
-        git -C "$dir" am --abort >/dev/null 2>&1 || true
-        die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
-      fi
-    fi
-  elif [ ${#todo[@]} -gt 0 ]; then
-    # One call for all files: git apply writes nothing unless every hunk fits.
-    printf '%s\n' "${todo[@]}" | patch_files | tr '\n' '\0' | xargs -0 cat | git_apply
-  fi
-  if ! selected | verify_hooks; then
-    die 1 "$dir: the patch tool reported success but the hook is not there" "is this directory inside another git repository? Please report it"
-  fi
-  put_module
-  echo "JAGG $(module_version "$here/jagg_patch") in $dir:"
-  report
-  echo "train as before; JAGG_ENABLED=0 turns it off, ./apply.sh --reverse takes it out"
-}
-
-do_reverse() {
-  local applied=() name state
-  for name in $(selected); do
-    state=$(state_of "$name")
-    if [[ $state == "the hook is there but was edited"* ]]; then die 1 "$dir/$(target_of "$name"): $state"; fi
-  done
-  mapfile -t applied < <(names_in_state applied)
-  if [ ${#applied[@]} -gt 0 ]; then
-    if [ -n "$commit" ]; then
-      require_committable
-    fi
-    for name in "${applied[@]}"; do
-      if [ ! -w "$dir/$(target_of "$name")" ]; then die 1 "$dir/$(target_of "$name"): the file is read-only" "make it writable (chmod u+w)"; fi
-    done
-    printf '%s\n' "${applied[@]}" | patch_files | tr '\n' '\0' | xargs -0 cat | git_apply --reverse
-  fi
-  any_hook || remove_module
-  if [ -n "$commit" ] && [ ${#applied[@]} -gt 0 ]; then
-    mapfile -t files < <(for name in "${applied[@]}"; do target_of "$name"; done)
-    git -C "$dir" commit --quiet --only -m "Take JAGG's hook out" -- "${files[@]}"
-  fi
-  echo "${#applied[@]} trainers taken back in $dir"
-  for name in "${applied[@]}"; do
-    if [ -z "$commit" ] && [ -e "$dir/.git" ] && committed "$name"; then
-      echo "  the hook was committed: commit this change too (git commit $(target_of "$name"))"
-    fi
-  done
-}
-
-do_status() {
-  report "not applied" || true
-  if [ ! -d "$dir/$module" ]; then
-    echo "  $module: absent"
-  elif module_is_current; then
-    echo "  $module: version $(module_version "$dir/$module")"
-  else
-    echo "  $module: version $(module_version "$dir/$module"), stale (this is $(module_version "$here/jagg_patch")): run ./apply.sh again"
-  fi
-}
-
 action=apply commit='' only=() rest=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -281,7 +359,7 @@ while [ $# -gt 0 ]; do
     --commit) commit=yes ;;
     --only)
       [ $# -gt 1 ] || bad_usage "--only needs a trainer"
-      [ -f "$patches/$2.patch" ] || bad_usage "--only $2: there is no patch of that name; there are $(selected | tr '\n' ' ')"
+      all_trainers | grep -qxF -e "$2" || bad_usage "--only $2: there is no patch of that name; there are $(all_trainers | xargs)"
       only+=("$2")
       shift
       ;;
@@ -290,6 +368,7 @@ while [ $# -gt 0 ]; do
       exit 0
       ;;
     -*) bad_usage "unknown option $1" ;;
+    '') bad_usage "the directory's name is empty" ;;
     *) rest+=("$1") ;;
   esac
   shift
@@ -307,8 +386,5 @@ dir=${rest[0]:-$default_dir}
 if [ "$action" = apply ] && [ ${#rest[@]} -eq 0 ] && [ ! -d "$dir" ]; then clone_pin; fi
 require_upstream
 dir=$(cd "$dir" && pwd -P)
-
-case $action in
-  check) report || die 1 "a trainer can't be patched" ;;
-  *) "do_$action" ;;
-esac
+exclude=$(exclude_file)
+"do_$action"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras=(test)
+extras=(demo test)
 if [ -n "${DANCEGRPO_DIR:-}" ] || [ -d upstream/DanceGRPO ]; then extras+=(upstream-test); fi
 python=$(tests/venv.sh "${extras[@]}")
 bin=$(dirname "$python")

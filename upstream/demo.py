@@ -117,7 +117,8 @@ def table(results):
     lines += [
         "",
         "seconds: median (quartiles) after the first training step, rank 0; reward: mean ± standard error",
-        f"by arithmetic the update gets {results['update_ratio_of_the_arithmetic']:.2f}x faster (9 of 15 steps trained, one group of 5);",
+        f"by arithmetic the update gets {results['update_ratio_of_the_arithmetic']:.2f}x faster "
+        "(9 of 15 steps trained, one group of 5);",
         "besides, a group's joint backward gathers and reduces each sharded block once instead of 5 times",
     ]
     return "\n".join(lines)

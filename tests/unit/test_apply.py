@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -44,9 +45,7 @@ def install(namespace, parser):
     assert namespace["__name__"] == "__main__" and callable(namespace["main"])
     parser.add_argument("--added_by_hook", default=__file__)
 """
-GITCONFIG = (
-    "[user]\n\tname = Tester\n\temail = tester@example.org\n[init]\n\tdefaultBranch = main\n[advice]\n\tdetachedHead = false\n"
-)
+GITCONFIG = "[user]\n\tname = Tester\n\temail = tester@example.org\n"
 HOSTILE_GITCONFIG = "[apply]\n\twhitespace = error\n[core]\n\twhitespace = indent-with-non-tab,tabwidth=4\n\tautocrlf = true\n"
 
 
@@ -169,7 +168,8 @@ def assert_applied(directory, before):
     """Compared with snapshot `before`: each trainer has the hook, the module is there, and nothing else is different."""
     after = snapshot(directory)
     for file in FILES:
-        assert after.pop(file)[1].decode() == hooked(before[file][1].decode())
+        mode, content = before[file]
+        assert after[file] == (mode, hooked(content.decode()).encode())
     assert module_files(directory / MODULE) == module_files(ROOT / "jagg_patch")
     assert others(after) == others(before)
 
@@ -240,6 +240,18 @@ def test_reverse_of_nothing_changes_nothing(checkout):
 
 def test_users_edits_survive_the_round_trip(checkout):
     edit(checkout / FILES[0], "default=3", "default=5")
+    before = snapshot(checkout)
+    run_apply(checkout)
+    assert_applied(checkout, before)
+    run_apply("--reverse", checkout)
+    assert snapshot(checkout) == before
+
+
+def test_modes_survive(checkout):
+    """Checkouts shared by a group are writable for it."""
+    for file in FILES:
+        (checkout / file).chmod(0o664)
+    (checkout / FILES[-1]).chmod(0o600)
     before = snapshot(checkout)
     run_apply(checkout)
     assert_applied(checkout, before)
@@ -341,6 +353,19 @@ def test_module_of_another_version_is_told_and_refreshed(checkout, change, says)
     assert says in run_apply("--status", checkout)
     run_apply(checkout)
     assert snapshot(checkout) == fresh
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_leavings_of_a_killed_run_are_no_part_of_the_module(checkout, applied):
+    before = snapshot(checkout)
+    if applied:
+        run_apply(checkout)
+        (checkout / MODULE / "session.py").unlink()
+    for suffix in (".new", ".old"):
+        (checkout / f"{MODULE}{suffix}").mkdir()
+        (checkout / f"{MODULE}{suffix}/half.py").touch()
+    run_apply(checkout)
+    assert_applied(checkout, before)
 
 
 def test_caches_do_not_make_the_module_stale(checkout):
@@ -529,10 +554,10 @@ def test_rebase_carries_the_commits(checkout, old, new):
         edit(checkout / file, old, new)
     commit_all(checkout, "later upstream")
     later = snapshot(checkout)
-    git(checkout, "checkout", "-q", "main")
+    git(checkout, "checkout", "-q", "-")
     git(checkout, "rebase", "-q", "upstream")
     assert_applied(checkout, later)
-    assert len(subjects(checkout, "upstream..main")) == len(FILES)
+    assert len(subjects(checkout, "upstream..HEAD")) == len(FILES)
     assert run_apply("--check", checkout).count(" applied") == len(FILES)
 
 
@@ -575,6 +600,20 @@ def test_commit_refuses_with_edits_of_the_user(checkout, action, applied, staged
     assert (git(checkout, "diff", "--cached", "--name-only") != "") == staged
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["edited", "staged"])
+def test_commit_again_only_refreshes_the_module(checkout, staged):
+    """Work on a hooked trainer is no obstacle where nothing is left to commit."""
+    run_apply("--commit", checkout)
+    edit(checkout / FILES[0], "default=3", "default=5")
+    if staged:
+        git(checkout, "add", FILES[0])
+    fresh, head = snapshot(checkout), git(checkout, "rev-parse", "HEAD")
+    (checkout / MODULE / "session.py").unlink()
+    run_apply("--commit", checkout)
+    assert snapshot(checkout) == fresh
+    assert git(checkout, "rev-parse", "HEAD") == head
+
+
 @pytest.mark.parametrize("applied", [False, True], ids=["fresh", "applied"])
 def test_commit_undoes_all_if_a_git_hook_refuses(checkout, applied):
     if applied:
@@ -602,7 +641,7 @@ def test_commit_leaves_a_git_am_of_the_user_in_progress(checkout, tmp_path):
     (checkout / "README.md").write_text("other\n")
     commit_all(checkout, "other")
     (tmp_path / "mail").write_text(git(checkout, "format-patch", "--stdout", "-1"))
-    git(checkout, "checkout", "-q", "main")
+    git(checkout, "checkout", "-q", "-")
     (checkout / "README.md").write_text("mine\n")
     commit_all(checkout, "mine")
     with pytest.raises(subprocess.CalledProcessError):
@@ -693,6 +732,11 @@ def put_something_at_module(top):
     (top / MODULE / "mine.py").write_text("mine = 1\n")
 
 
+def link_trainer(top):
+    (top / FILES[0]).rename(top / "elsewhere.py")
+    (top / FILES[0]).symlink_to("../elsewhere.py")
+
+
 def link_module(top):
     (top / MODULE).symlink_to(ROOT / "jagg_patch")
 
@@ -706,6 +750,7 @@ REFUSALS = {
     "hook changed in the last": (change_hook(FILES[-1]), [FILES[-1], "the hook is there but was edited"]),
     "something else at the module": (put_something_at_module, [MODULE, "something else"]),
     "link at the module": (link_module, [MODULE, "something else"]),
+    "link in place of a trainer": (link_trainer, [FILES[0], "symbolic link"]),
     "CRLF": (lambda top: edit(top / FILES[0], "\n", "\r\n"), [FILES[0], "CRLF"]),
 }
 
@@ -747,13 +792,23 @@ def test_reverse_leaves_what_it_did_not_put_there(checkout, prepare):
     assert snapshot(checkout) == before
 
 
-def test_failure_half_way_is_undone(checkout, tmp_path):
-    """No space for the module: a hook without it would stop the trainer."""
+@pytest.mark.parametrize("applied", [False, True], ids=["fresh", "stale"])
+@pytest.mark.parametrize(("fate", "status"), [("exit 1", 1), ("kill -TERM $PPID", -signal.SIGTERM)], ids=["no space", "killed"])
+def test_failure_half_way_is_undone(checkout, tmp_path, fate, status, applied):
+    """A hook without the whole module would stop the trainer."""
+    if applied:
+        run_apply(checkout)
+        (checkout / MODULE / "session.py").unlink()
     failing = tmp_path / "bin/cp"
     failing.parent.mkdir()
-    failing.write_text('#!/bin/sh\nfor target; do :; done\nmkdir "$target"\necho "cp: No space left on device" >&2\nexit 1\n')
+    failing.write_text(
+        "#!/bin/sh\n"
+        "for target; do :; done\n"
+        f'case $target in *jagg_patch*) ;; *) exec {shutil.which("cp")} "$@" ;; esac\n'
+        f'mkdir "$target"; touch "$target/half.py"; echo "cp: no space left" >&2; {fate}\n'
+    )
     failing.chmod(0o755)
-    assert_refused(checkout, says="No space left", env={"PATH": f"{failing.parent}:{os.environ['PATH']}"})
+    assert_refused(checkout, says="no space left", status=status, env={"PATH": f"{failing.parent}:{os.environ['PATH']}"})
 
 
 # Bad usage

@@ -55,6 +55,18 @@ def install(checkout):
     init_process_group = dist.init_process_group
     dist.init_process_group = lambda backend, *args, **kwargs: init_process_group("gloo", *args, **kwargs)
 
+    all_reduce = dist.all_reduce
+
+    def all_reduce_or_average(tensor, op=dist.ReduceOp.SUM, **kwargs):
+        """torch 2.5's gloo can't average; upstream averages the loss that it prints."""
+        averages = op == dist.ReduceOp.AVG
+        work = all_reduce(tensor, op=dist.ReduceOp.SUM if averages else op, **kwargs)
+        if averages:
+            tensor /= dist.get_world_size()
+        return work
+
+    dist.all_reduce = all_reduce_or_average
+
     autocast_init, load = torch.autocast.__init__, torch.load
     torch.autocast.__init__ = lambda self, device_type, *args, **kwargs: autocast_init(self, "cpu", *args, **kwargs)
     torch.load = lambda *args, **kwargs: load(*args, **(kwargs | {"map_location": "cpu"}))

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Put JAGG into a DanceGRPO checkout, look at it, take it out again, or run the demo. See usage() below.
 set -euo pipefail
-unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_PREFIX CDPATH # DIR decides, not what git or the shell left there
+# DIR decides, not what a git hook or the shell left in the environment.
+mapfile -t left_by_git < <(git rev-parse --local-env-vars 2>/dev/null)
+unset CDPATH "${left_by_git[@]}"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 patches=$here/patches/dancegrpo
@@ -84,9 +86,11 @@ state_of() {
   file=$(target_of "$1")
   if [ ! -f "$dir/$file" ]; then
     echo "the file is missing; if this checkout never had it, name the trainers that it has with --only"
+  elif [ -L "$dir/$file" ] || [ -L "$(dirname "$dir/$file")" ]; then
+    echo "a symbolic link, which git does not patch; put the file itself there, or name the folder that it is in"
   elif has_hook "$1"; then
     if git_apply --check --reverse -- "$1" 2>/dev/null; then echo applied; else
-      echo "the hook is there but was edited; restore the file (git checkout -- $file), then apply again"
+      echo "the hook is there but was edited; restore the file (git checkout -- $file), or reverse it with the version that put it there"
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
     if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
@@ -126,8 +130,14 @@ module_is_current() { diff -rq -x __pycache__ "$here/jagg_patch" "$dir/$module" 
 
 module_is_ours() { [ ! -L "$dir/$module" ] && [ -f "$dir/$module/install.py" ]; }
 
+git_path() { # in DIR's own .git, absolute (--path-format needs git 2.31)
+  local path
+  path=$(git -C "$dir" rev-parse --git-path "$1")
+  case $path in /*) echo "$path" ;; *) echo "$dir/$path" ;; esac
+}
+
 exclude_file() { # of the repository that DIR is the top of; nothing if it isn't
-  if [ -e "$dir/.git" ]; then git -C "$dir" rev-parse --path-format=absolute --git-path info/exclude; fi
+  if [ -e "$dir/.git" ]; then git_path info/exclude; fi
 }
 
 put_module() {
@@ -161,6 +171,7 @@ begin() {
   backup=$(mktemp -d)
   trap 'rm -rf "$backup"' EXIT
   local name
+  rm -rf "${dir:?}/$module.new" "${dir:?}/$module.old" # of a run that was killed
   for name in $(selected); do
     if [ -f "$dir/$(target_of "$name")" ]; then cp -p "$dir/$(target_of "$name")" "$backup/$name"; fi
   done
@@ -190,6 +201,11 @@ put_back() {
     rm -rf "${dir:?}/$module"
   fi
   rm -rf "$backup"
+}
+
+keep_modes() { # git apply gives a file its default mode
+  local name
+  for name in "$@"; do chmod --reference="$backup/$name" "$dir/$(target_of "$name")"; done
 }
 
 finish() {
@@ -225,16 +241,17 @@ require_no_other_module() {
   fi
 }
 
-require_committable() {
+require_committable() { # the named trainers
   local name
   git -C "$dir" rev-parse --is-inside-work-tree >/dev/null 2>&1 || die 1 "$dir: --commit needs a git checkout" "do it without --commit"
   git -C "$dir" var GIT_COMMITTER_IDENT >/dev/null 2>&1 || die 1 "$dir: git doesn't know who commits" "set user.name and user.email"
+  if [ $# -eq 0 ]; then return; fi
   for name in rebase-apply rebase-merge; do
-    if [ -d "$(git -C "$dir" rev-parse --path-format=absolute --git-path $name)" ]; then
+    if [ -d "$(git_path "$name")" ]; then
       die 1 "$dir: a git am or rebase is in progress" "finish or abort it, then try again"
     fi
   done
-  for name in $(selected); do
+  for name in "$@"; do
     git -C "$dir" ls-files --error-unmatch "$(target_of "$name")" >/dev/null 2>&1 ||
       die 1 "$dir/$(target_of "$name"): not tracked by git" "do it without --commit"
   done
@@ -260,31 +277,32 @@ do_check() {
 }
 
 do_apply() {
-  local todo name patch_files=()
+  local todo loose=() name patch_files=()
   report "" >/dev/null || { report "not applied" >&2; die 1 "refused; nothing was changed in $dir"; }
   require_room_for_module
   require_no_other_module
-  if [ -n "$commit" ]; then require_committable; fi
   mapfile -t todo < <(in_state ready)
+  if [ -n "$commit" ]; then
+    for name in $(in_state applied); do
+      if ! committed "$name"; then loose+=("$name"); fi # a plain apply came before: git am wants the file as it was
+    done
+    todo+=("${loose[@]}")
+    require_committable "${todo[@]}"
+  fi
   begin
   put_module
   if [ -z "$commit" ]; then
     if [ ${#todo[@]} -gt 0 ]; then git_apply -- "${todo[@]}"; fi
   else
-    for name in $(in_state applied); do
-      if ! committed "$name"; then # a plain apply came before: git am wants the file as it was
-        git_apply --reverse -- "$name"
-        todo+=("$name")
-      fi
-    done
-    mapfile -t names < <(selected)
-    require_unedited "${names[@]}"
+    if [ ${#loose[@]} -gt 0 ]; then git_apply --reverse -- "${loose[@]}"; fi
+    require_unedited "${todo[@]}"
     for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
     if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$(prefix)" "${patch_files[@]}" >&2; then
       git -C "$dir" am --abort >/dev/null 2>&1 || true
       die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
     fi
   fi
+  keep_modes "${todo[@]}"
   for name in $(selected); do # git apply's word isn't enough
     has_hook "$name" || die 1 "$dir/$(target_of "$name"): git reported success, but the hook is not there" "please report this, with git --version"
   done
@@ -306,11 +324,12 @@ do_reverse() {
   done
   require_room_for_module
   if [ -n "$commit" ]; then
-    require_committable
+    require_committable "${were_committed[@]}"
     require_unedited "${were_committed[@]}"
   fi
   begin
   if [ ${#applied[@]} -gt 0 ]; then git_apply --reverse -- "${applied[@]}"; fi
+  keep_modes "${applied[@]}"
   if [ -n "$commit" ] && [ ${#were_committed[@]} -gt 0 ]; then
     for name in "${were_committed[@]}"; do files+=("$(target_of "$name")"); done
     in_dir commit --quiet --only -m "Take JAGG's hook out" -- "${files[@]}" >&2 ||

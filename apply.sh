@@ -128,6 +128,16 @@ module_version() { sed -n 's/^__version__ = "\(.*\)"/\1/p' "$1/__init__.py"; }
 
 module_is_current() { diff -rq -x __pycache__ "$here/jagg_patch" "$dir/$module" >/dev/null 2>&1; }
 
+module_state() {
+  if ! module_is_ours; then
+    echo "absent; ./apply.sh puts it there"
+  elif module_is_current; then
+    echo "version $(module_version "$dir/$module")"
+  else
+    echo "version $(module_version "$dir/$module"), stale: differs from this $(module_version "$here/jagg_patch"); ./apply.sh updates it"
+  fi
+}
+
 module_is_ours() { [ ! -L "$dir/$module" ] && [ -f "$dir/$module/install.py" ]; }
 
 git_path() { # in DIR's own .git, absolute (--path-format needs git 2.31)
@@ -217,7 +227,7 @@ finish() {
 
 require_upstream() {
   local file said
-  [ -d "$dir" ] || die 1 "$dir: no such directory"
+  [ -d "$dir" ] || die 1 "$dir: no such directory" "name your checkout, or let ./apply.sh without an argument clone one"
   mapfile -t files < <(pin file)
   for file in "${files[@]}"; do
     if [ -f "$dir/$file" ]; then
@@ -274,11 +284,15 @@ do_check() {
   report "ready to apply" || die 1 "a trainer can't be patched"
   require_room_for_module
   require_no_other_module
+  printf '  %-40s %s\n' "$module" "$(module_state)"
 }
 
 do_apply() {
-  local todo loose=() name patch_files=()
-  report "" >/dev/null || { report "not applied" >&2; die 1 "refused; nothing was changed in $dir"; }
+  local todo loose=() name patch_files=() head
+  if ! report "" >/dev/null; then
+    report "not applied" >&2 || true
+    die 1 "refused; nothing was changed in $dir"
+  fi
   require_room_for_module
   require_no_other_module
   mapfile -t todo < <(in_state ready)
@@ -297,8 +311,13 @@ do_apply() {
     if [ ${#loose[@]} -gt 0 ]; then git_apply --reverse -- "${loose[@]}"; fi
     require_unedited "${todo[@]}"
     for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
+    head=$(git -C "$dir" rev-parse HEAD)
     if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$(prefix)" "${patch_files[@]}" >&2; then
-      git -C "$dir" am --abort >/dev/null 2>&1 || true
+      if ! git -C "$dir" am --abort >/dev/null 2>&1; then # as in a clone that lacks objects; put_back does the files
+        git -C "$dir" am --quit
+        git -C "$dir" update-ref HEAD "$head"
+        for name in "${todo[@]}"; do git -C "$dir" reset --quiet -- "$(target_of "$name")" || true; done
+      fi
       die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
     fi
   fi
@@ -309,6 +328,7 @@ do_apply() {
   finish
   echo "JAGG $(module_version "$here/jagg_patch") in $dir:"
   report ""
+  if [ -n "$commit" ]; then echo "the module isn't in the commits: run ./apply.sh on every clone"; fi
   echo "train as before; JAGG_ENABLED=0 turns it off, ./apply.sh --reverse takes it out"
 }
 
@@ -338,7 +358,7 @@ do_reverse() {
   fi
   any_hook || remove_module
   finish
-  echo "${#applied[@]} trainers taken back in $dir"
+  echo "taken out of ${#applied[@]} trainer(s) in $dir"
   for name in "${were_committed[@]}"; do
     echo "  the hook was committed: commit this change too (git commit $(target_of "$name"))"
   done
@@ -346,13 +366,7 @@ do_reverse() {
 
 do_status() {
   report "not applied" || true
-  if ! module_is_ours; then
-    echo "  $module: absent"
-  elif module_is_current; then
-    echo "  $module: version $(module_version "$dir/$module")"
-  else
-    echo "  $module: version $(module_version "$dir/$module"), stale (this is $(module_version "$here/jagg_patch")): run ./apply.sh again"
-  fi
+  printf '  %-40s %s\n' "$module" "$(module_state)"
 }
 
 clone_pin() {
@@ -372,7 +386,7 @@ action=apply commit='' only=() rest=()
 while [ $# -gt 0 ]; do
   case $1 in
     --check | --status | --reverse | --demo)
-      [ "$action" = apply ] || bad_usage "$1 and --$action exclude each other"
+      [ "$action" = apply ] || [ "$action" = "${1#--}" ] || bad_usage "$1 and --$action exclude each other"
       action=${1#--}
       ;;
     --commit) commit=yes ;;
@@ -396,6 +410,7 @@ done
 if [ -n "$commit" ] && [ "$action" != apply ] && [ "$action" != reverse ]; then bad_usage "--commit goes with applying and --reverse"; fi
 command -v git >/dev/null || die 1 "git is not installed"
 
+if [ "$action" = demo ] && [ ${#only[@]} -gt 0 ]; then bad_usage "--only doesn't go with --demo"; fi
 if [ "$action" = demo ]; then
   python=$("$here/tests/venv.sh" demo)
   exec "$python" "$here/upstream/demo.py" --out "${rest[0]:-$here/demo-output}"

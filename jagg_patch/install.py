@@ -9,9 +9,10 @@ import torch.distributed as dist
 from .banner import banner
 from .config import FLAG_PREFIX, JaggConfig, add_flags
 from .errors import JaggError
-from .intercept import ForwardingModule
 from .session import Session, Stats
 from .trainers import find_trainer
+
+MARK = "__jagg__"  # in a namespace that JAGG is installed in
 
 
 class Handle:
@@ -20,6 +21,9 @@ class Handle:
     def __init__(self, namespace, trainer):
         self._namespace = namespace
         self._trainer = trainer
+        if MARK in namespace:
+            raise JaggError("JAGG is already installed in this trainer\nis the hook in the file twice? Run apply.sh --status")
+        namespace[MARK] = self
         self._originals = {}
         self._parser = None
         self._announced = False
@@ -29,6 +33,7 @@ class Handle:
     def uninstall(self):
         """Restore every wrapped name and the parser. Calling it again does nothing."""
         self._namespace.update(self._originals)
+        self._namespace.pop(MARK, None)
         self._originals = {}
         if self._parser is not None:
             vars(self._parser).pop("parse_known_args", None)
@@ -40,13 +45,15 @@ class Handle:
             self._namespace[name] = replacement
 
     def _activate(self, config):
-        if any(isinstance(value, ForwardingModule) for value in self._namespace.values()):
-            raise JaggError("JAGG is already installed in this trainer\nis the hook in the file twice? Run apply.sh --status")
         self.config = config
         if config.enabled:
-            self._trainer.check(self._namespace)
             session = Session(config)
             self.stats = session.stats
+            try:
+                self._trainer.check(self._namespace)
+            except JaggError:
+                self.uninstall()
+                raise
             self._wrap(self._trainer.wrappers(self._namespace, session))
         if "train_one_step" in self._namespace:
             self._check_ranks_at_first_step(self._namespace["train_one_step"])
@@ -62,14 +69,22 @@ class Handle:
             self._namespace["train_one_step"] = train_one_step
             require_same_on_all_ranks(self.config)
             self._announce(inspect.signature(train_one_step).bind(*args, **kwargs).arguments["args"])
-            return train_one_step(*args, **kwargs)
+            result = train_one_step(*args, **kwargs)
+            if self.stats.groups and is_rank_zero():
+                passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
+                print(f"JAGG: first training step done with {passes} transformer backward passes instead of {unpatched}", flush=True)
+            return result
 
         self._wrap({"train_one_step": first_step})
 
     def _announce(self, args):
-        if not self._announced and int(os.environ.get("RANK", "0")) == 0:
+        if not self._announced and is_rank_zero():
             print(banner(self._trainer, self.config, args), flush=True)
         self._announced = True
+
+
+def is_rank_zero():
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def require_same_on_all_ranks(config):
@@ -103,14 +118,18 @@ def install(namespace, parser=None, config=None):
         A `Handle` with `.stats` and `.uninstall()`.
 
     Raises:
-        JaggError: unknown trainer, bad setting, or upstream functions that aren't as expected. With a parser, bad settings
-            and changed functions end the program when it parses, with the message alone.
+        JaggError: unknown trainer, bad setting, or upstream functions that aren't as expected.
+        SystemExit: the same, with a parser: a script at start-up should end with the message alone.
     """
-    handle = Handle(namespace, find_trainer(namespace))
     if parser is None:
+        handle = Handle(namespace, find_trainer(namespace))
         handle._activate(config or JaggConfig.from_env())
         return handle
 
+    try:
+        handle = Handle(namespace, find_trainer(namespace))
+    except JaggError as error:
+        raise SystemExit(f"jagg_patch: {error}") from None
     add_flags(parser)
     handle._parser = parser
     parse_known_args = parser.parse_known_args

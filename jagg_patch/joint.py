@@ -1,12 +1,14 @@
 """The joint backward: W upstream gradients fold into two, and one autograd call takes them through both endpoints.
 
-Source: the summary's phases 1-4. Names follow it: v is the model output (velocity), s_j = dL_j/dv_j the upstream gradient.
+The method is JAGG (Jacobian-Aggregated Group Gradient). Its names: v is the model output (velocity), s_j = dL_j/dv_j the upstream
+gradient of step j, W the number of steps in a group.
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .config import JaggConfig
+from .errors import JaggError
 from .plan import alphas
 
 
@@ -63,23 +65,19 @@ def joint_output(first, last, fold):
 def group_backward(velocity, losses, timesteps, config=None):
     """Accumulate the gradient of one group of steps with two transformer backward passes, in one autograd call.
 
-    This is the whole method for a training loop of one's own:
-
-        for group in plan_groups(n_steps, config):
-            t = timesteps[list(group)]
-            group_backward(lambda j: model(z[group[j]], t[j]), lambda j, v: ppo_loss(group[j], v), t, config)
+    This is the whole method, for a training loop of one's own; the README has an example.
 
     Args:
         velocity: `velocity(j)` runs the model for step j of the group, 0 ≤ j < W, and returns its output `[B, ...]`.
-        losses: `losses(j, v_hat)` is the scalar loss of step j as a function of the model output.
-        timesteps: `[W]` or `[W, B]`.
+        losses: `losses(j, v_hat)` is the scalar loss of step j; it may reach the model's graph through `v_hat` only.
+        timesteps: tensor `[W]` or `[W, B]`.
         config: a `JaggConfig`; `aggregation` counts, and with `enabled=False` each step gets a backward of its own.
 
     Returns:
         The W losses, detached, `[W]`.
 
     Raises:
-        JaggError: the endpoints share a timestep.
+        JaggError: the endpoints share a timestep, or a loss does not depend on `v_hat`.
     """
     config = config or JaggConfig()
     n_steps = len(timesteps)
@@ -101,7 +99,10 @@ def group_backward(velocity, losses, timesteps, config=None):
             endpoints.append(output)
         v_hat = output.detach().requires_grad_()
         loss = losses(j, v_hat)
-        upstream_grads += torch.autograd.grad(loss, v_hat)
+        loss.backward()  # reaches v_hat, and whatever else the loss depends on
+        if v_hat.grad is None:
+            raise JaggError(f"the loss of step {j} of the group does not depend on v_hat\nuse the model output that losses() is given")
+        upstream_grads.append(v_hat.grad)
         values.append(loss.detach())
     torch.autograd.backward(endpoints, aggregate(upstream_grads, weights, config.aggregation))
     return torch.stack(values)

@@ -55,7 +55,7 @@ def step_roles(n_steps, groups):
 
 
 def alphas(timesteps):
-    """Interpolation weights `α_j = (t_0 - t_j) / (t_0 - t_{W-1})` of a group (summary, phase 3).
+    """Interpolation weights `α_j = (t_0 - t_j) / (t_0 - t_{W-1})` of a group.
 
     Args:
         timesteps: `[W]`, or `[W, B]` when the samples of a batch have timesteps of their own; any unit that is affine in t.
@@ -71,6 +71,6 @@ def alphas(timesteps):
     if (span == 0).any():
         raise JaggError(
             f"the endpoints of a group share a timestep ({timesteps[0].tolist()} and {timesteps[-1].tolist()})\n"
-            "interpolation in t isn't defined there: use fewer sampling steps, another shift, or JAGG_FRAC=0"
+            "interpolation in t isn't defined there: use fewer sampling steps, another shift, or group nothing (frac 0)"
         )
     return (t[0] - t) / span

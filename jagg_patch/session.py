@@ -2,7 +2,7 @@
 
 It knows nothing of upstream's names; `trainers/` calls it from the wrapped functions, in this order:
 
-    training_step( rollout_done, order × trajectories, ( step( solver_input ), the trainer's backward ) × steps )
+    training_step( rollout_done, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
 """
 
 from contextlib import contextmanager
@@ -129,18 +129,20 @@ class Session:
         self._orders.append(permutation[:n_visited].tolist())
         return permutation
 
-    @contextmanager
-    def step(self, index, timesteps):
-        """One training forward. Sets the grad mode its role asks for.
+    def run_step(self, index, timesteps, forward):
+        """One training forward, in the grad mode that its role asks for.
 
         Args:
             index: the step's place in the trajectory, checked against the order that was drawn.
             timesteps: `[B]`, what the model is fed.
+            forward: called once, without arguments.
+
+        Returns:
+            What `forward` returns.
         """
         # A forward without gradients is a reference or an evaluation, not a visited step.
         if not self._in_training_step or not self._routes or not torch.is_grad_enabled():
-            yield
-            return
+            return forward()
         index = int(index)
         trajectory, position = divmod(self._n_done, len(self._roles))
         where = f"sample {trajectory}, visited step {position} (trajectory step {index})"
@@ -165,19 +167,31 @@ class Session:
         self._role, self._solver_calls = role, 0
         try:
             with torch.set_grad_enabled(role is not Role.INTERMEDIATE):
-                yield
+                result = forward()
         finally:
             self._role = None
-        if role is not Role.EXACT and self._solver_calls != 1:
-            raise JaggError(
-                f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
-                "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
-            )
+        if role is not Role.EXACT:
+            self._require_through_proxy(result, where)
         self._n_done += 1
         if role is Role.EXACT:
             self.stats.exact_steps += 1
         else:
             self.stats.grouped_steps += 1
+        return result
+
+    def _require_through_proxy(self, result, where):
+        """What a grouped forward returns must depend on the model output through the solver step alone."""
+        if self._solver_calls != 1:
+            raise JaggError(
+                f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
+                "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
+            )
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if torch.is_tensor(tensor) and not tensor.requires_grad:
+                raise JaggError(
+                    f"{where}: the training forward returned a tensor without a graph, of shape {list(tensor.shape)}\n"
+                    "a loss on it would lose its gradient: run with JAGG_ENABLED=0 and report this upstream version"
+                )
 
     @contextmanager
     def solver_input(self, model_output):

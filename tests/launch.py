@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def torchrun(n_ranks, *command, cwd, env=(), timeout=300):
     """Run `command` on `n_ranks` local processes with a free port; returns what they printed. AssertionError if they fail."""
     settings = {key: value for key, value in os.environ.items() if not key.startswith("JAGG_")}
-    settings |= {"OMP_NUM_THREADS": "1"} | dict(env)
+    settings |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n_ranks, *command]
     done = subprocess.run(
         list(map(str, words)), cwd=cwd, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout

@@ -1,6 +1,6 @@
 """`./apply.sh --demo`: patch a copy of the mini trainer, run its own script with JAGG off and on, compare.
 
-Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and each run's log, metrics and checkpoint.
+Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and each run's metrics, rewards and checkpoint.
 """
 
 import argparse
@@ -51,6 +51,7 @@ def train(trainer, out, name, seed):
         "JAGG_ENABLED": str(int(name == "on")),
         "OUTPUT_DIR": str(run),
         "SEED": str(seed),
+        "CUDA_VISIBLE_DEVICES": "",  # two processes, whatever the machine has
         "OMP_NUM_THREADS": "1",  # torchrun's own default, said here so that it does not print a warning
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
@@ -165,6 +166,8 @@ def main():
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     out = args.out.resolve()
+    if out.is_dir() and any(out.iterdir()) and not (out / "trainer").is_dir():
+        sys.exit(f"{out} has files that are not the demo's\nname an empty or a new folder: ./apply.sh --demo OUT")
     out.mkdir(parents=True, exist_ok=True)
 
     trainer = patched_copy(out)

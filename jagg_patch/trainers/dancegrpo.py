@@ -21,6 +21,7 @@ class DanceGrpoTrainer:
 
     name: str
     permutation: str = "perms"
+    backward_cost: float = 2.0  # in forwards: the gradients of the activations and of the weights
 
     parameters = {
         "train_one_step": ("args",),
@@ -46,8 +47,9 @@ class DanceGrpoTrainer:
         return n_trajectory, int(n_trajectory * args.timestep_fraction)
 
     def step_cost(self, args):
-        """What the cost model needs: the share of blocks under activation checkpointing."""
-        return StepCost(recompute=float(args.selective_checkpointing) if args.gradient_checkpointing else 0.0)
+        """A step's cost for the cost model, with the share of blocks under activation checkpointing."""
+        recompute = float(args.selective_checkpointing) if args.gradient_checkpointing else 0.0
+        return StepCost(backward=self.backward_cost, recompute=recompute)
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
@@ -76,8 +78,8 @@ class DanceGrpoTrainer:
         @functools.wraps(grpo_one_step)
         def wrapped_grpo_one_step(*args, **kwargs):
             arguments = bind_step(*args, **kwargs).arguments
-            with session.step(arguments["i"], arguments["timesteps"]):
-                return grpo_one_step(*args, **kwargs)
+            forward = functools.partial(grpo_one_step, *args, **kwargs)
+            return session.run_step(arguments["i"], arguments["timesteps"], forward)
 
         flux_step, bind_solver = with_binder("flux_step")
 
@@ -106,6 +108,6 @@ TRAINERS = {
     trainer.name: trainer
     for trainer in (
         DanceGrpoTrainer("train_grpo_flux"),
-        DanceGrpoTrainer("train_grpo_flux_lora"),
+        DanceGrpoTrainer("train_grpo_flux_lora", backward_cost=1.0),  # frozen weights get no gradient
     )
 }

@@ -211,7 +211,7 @@ def test_checkout_round_trip(checkout):
     assert_applied(checkout, before)
     assert git(checkout, "status", "--porcelain").split() == [word for file in sorted(FILES) for word in ("M", file)]
 
-    assert f"{len(FILES)} trainers taken back" in run_apply("--reverse", checkout)
+    assert f"taken out of {len(FILES)} trainer(s)" in run_apply("--reverse", checkout)
     assert snapshot(checkout) == before
     assert git(checkout, "status", "--porcelain", "--ignored") == ""
 
@@ -234,7 +234,7 @@ def test_looking_changes_nothing(checkout, action, says):
 
 def test_reverse_of_nothing_changes_nothing(checkout):
     before = snapshot(checkout)
-    assert "0 trainers taken back" in run_apply("--reverse", checkout)
+    assert "taken out of 0 trainer(s)" in run_apply("--reverse", checkout)
     assert snapshot(checkout) == before
 
 
@@ -760,7 +760,8 @@ REFUSALS = {
 def test_refused(checkout, prepare, says):
     """All or nothing: the trainers that could be patched aren't either. --check foretells it."""
     prepare(checkout)
-    assert_refused(checkout, says=says)
+    printed = assert_refused(checkout, says=says)
+    assert printed.count("apply.sh: ") == 1  # the reasons, then one line that says what became of it
     assert_refused(checkout, "--check", says=says)
 
 

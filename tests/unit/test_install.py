@@ -16,11 +16,11 @@ LOOP = Path(__file__).parent / "loop/train_grpo_flux.py"
 
 @pytest.fixture
 def load(tmp_path):
-    """Load the loop as a module, with one piece of its text replaced if asked for."""
+    """Load the loop as a module, with pieces of its text replaced: old, new, old, new, ..."""
 
-    def load_changed(old=None, new=None):
+    def load_changed(*pieces):
         text = LOOP.read_text()
-        if old is not None:
+        for old, new in zip(pieces[::2], pieces[1::2], strict=True):
             assert text.count(old) == 1, f"{old!r} is not in the loop once"
             text = text.replace(old, new)
         path = tmp_path / LOOP.name
@@ -211,7 +211,11 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
         f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6, aggregation interpolate, schedule joint (auto)",
         "  plan: 9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact",
         "  predicted per sample, in forwards: update 36 -> 27 (1.33x), with sampling 52 -> 43 (1.21x)",
+        "  memory: two graphs at once, and under FSDP all blocks unsharded in a group's backward (README, Memory)",
     ]
+    for _ in range(2):
+        run(module, timestep_fraction=0.6)
+    assert capsys.readouterr().out == "JAGG: first training step done with 12 transformer backward passes instead of 18\n"
 
 
 def test_banner_only_on_rank_zero(load, capsys, monkeypatch):
@@ -237,7 +241,7 @@ def test_a_reference_forward_without_gradients_passes_through(load):
 
 
 def stops(module, match, **settings):
-    """The training step ends in a two-line JaggError, and the next one on a whole module isn't affected."""
+    """The training step ends in a two-line JaggError."""
     with pytest.raises(JaggError, match=match) as error:
         run(module, **settings)
     assert len(str(error.value).splitlines()) == 2
@@ -272,6 +276,14 @@ def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match):
     module = load(old, new)
     install(vars(module), config=JaggConfig(frac=1))
     stops(module, match)
+
+
+def test_a_loss_on_the_model_output_itself_is_stopped(load):
+    """It would lose the intermediate steps' gradient: their forwards record no graph."""
+    returned = "sde_solver=True)[2]", "sde_solver=True)[2], velocity"
+    module = load(*returned, "            ratio = ", "            new_log_probs, velocity = new_log_probs\n            ratio = ")
+    install(vars(module), config=JaggConfig(frac=1))
+    stops(module, "visited step 1 .* returned a tensor without a graph, of shape .1, 2.")
 
 
 def test_a_frozen_model_is_refused(load):
@@ -331,11 +343,17 @@ def test_missing_sampling_steps_are_named(load):
         parser.parse_args([])
 
 
-def test_installing_twice_is_refused(load):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_installing_twice_is_refused(load, enabled):
     module = load()
-    install(vars(module), config=JaggConfig())
+    handle = install(vars(module), config=JaggConfig(enabled=enabled))
     with pytest.raises(JaggError, match="already installed"):
         install(vars(module), config=JaggConfig())
+    parser = argparse.ArgumentParser()
+    with pytest.raises(SystemExit, match="already installed"):
+        install(vars(module), parser)
+    handle.uninstall()
+    install(vars(module), parser)
 
 
 def test_a_file_that_is_no_known_trainer_is_refused():

@@ -1,4 +1,4 @@
-"""The joint backward against plain autograd, and the exactness theorem from both sides (DESIGN, section 1)."""
+"""The joint backward against plain autograd, and the exactness theorem from both sides (README, "What is exact")."""
 
 import pytest
 import torch
@@ -132,6 +132,25 @@ def test_group_backward_returns_the_losses_and_accumulates():
     losses = group_backward(lambda j: model(z[j], t[j]), loss, t)
     assert_close(losses, torch.stack([loss(j, model(z[j], t[j])) for j in range(4)]).detach())
     assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), 2 * once)
+
+
+@pytest.mark.parametrize("n_steps", [2, 4])
+def test_a_term_beside_the_model_output_keeps_its_gradient(n_steps):
+    """A weight penalty, say: it does not go through v_hat, and counts once a step as in the exact loop."""
+    t, z = group(n_steps)
+    model, loss = AffineJacobianVelocity(), clipped_loss(n_steps)
+
+    def penalized(j, v):
+        return loss(j, v) + 0.1 * model.weight.square().sum()
+
+    assert relative_error(jagg_gradient(model, penalized, t, z), exact_gradient(model, penalized, t, z)) <= 1e-12
+
+
+def test_a_loss_that_ignores_the_model_output_is_refused():
+    t, z = group(3)
+    model = Mlp()
+    with pytest.raises(JaggError, match="step 1 .* does not depend on v_hat"):
+        group_backward(lambda j: model(z[j], t[j]), lambda j, v: v.sum() if j != 1 else model(z[j], t[j]).sum(), t)
 
 
 def test_only_the_endpoints_record_a_graph():

@@ -1,4 +1,4 @@
-"""The routing rule and α: the table of the design, and the properties that hold for every count and setting."""
+"""The routing rule and α: a table of cases, and the properties that hold for every count and setting."""
 
 import math
 

@@ -71,8 +71,9 @@ class Handle:
             self._announce(inspect.signature(train_one_step).bind(*args, **kwargs).arguments["args"])
             result = train_one_step(*args, **kwargs)
             if self.stats.groups and is_rank_zero():
-                passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
-                print(f"JAGG: first training step done with {passes} transformer backward passes instead of {unpatched}", flush=True)
+                passes = f"{self.stats.backward_passes} transformer backward passes"
+                unpatched = self.stats.backward_passes_unpatched
+                print(f"JAGG: first training step done with {passes} instead of {unpatched}", flush=True)
             return result
 
         self._wrap({"train_one_step": first_step})

@@ -101,7 +101,9 @@ def group_backward(velocity, losses, timesteps, config=None):
         loss = losses(j, v_hat)
         loss.backward()  # reaches v_hat, and whatever else the loss depends on
         if v_hat.grad is None:
-            raise JaggError(f"the loss of step {j} of the group does not depend on v_hat\nuse the model output that losses() is given")
+            raise JaggError(
+                f"the loss of step {j} of the group does not depend on v_hat\nuse the model output that losses() is given"
+            )
         upstream_grads.append(v_hat.grad)
         values.append(loss.detach())
     torch.autograd.backward(endpoints, aggregate(upstream_grads, weights, config.aggregation))

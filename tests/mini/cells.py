@@ -52,6 +52,9 @@ CELLS = {
     "W=4": ({}, dict(group_size=4, frac=1), 1),  # 9 steps: 5 + 4
     "W=4 frac 0.6": ({}, dict(), 1),  # 9 steps: 5, then 4 exact
     "endpoints": ({}, dict(aggregation="endpoints"), 1),
+    "script": (dict(sampling_steps=16, timestep_fraction=0.6), None, 1),
+    "script W=4": (dict(sampling_steps=16, timestep_fraction=0.6), dict(), 1),  # 9 of 15 steps: 5, then 4 exact
+    "script endpoints": (dict(sampling_steps=16, timestep_fraction=0.6), dict(aggregation="endpoints"), 1),
     "fraction": (dict(timestep_fraction=0.6), None, 2),
     "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1), 1),  # 5 of 9 steps: one group of 5
     "fraction off": (dict(timestep_fraction=0.6), dict(enabled=False), 2),
@@ -65,6 +68,9 @@ CELLS = {
 # cells whose gradient group_backward predicts, from the unpatched cell of the same trainer arguments
 ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "W=4 frac 0.6": "unpatched", "endpoints": "unpatched"}
 ORACLES |= {"fraction W=4": "fraction"}
+# cells that are compared with the exact gradient, the unpatched trainer's
+EXACT = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "W=4 frac 0.6": "unpatched", "endpoints": "unpatched"}
+EXACT |= {"windows W=2": "windows", "script W=4": "script", "script endpoints": "script"}
 
 
 class Bench:
@@ -134,12 +140,8 @@ def main(out):
     records = {name: bench.run(*cell) for name, cell in CELLS.items()}
     for name, source in ORACLES.items():
         records[name]["oracle_error"] = relative_error(records[name]["gradients"][0], bench.oracle(name, records[source]))
-    for name in ("W=2", "W=3", "W=4", "endpoints"):
-        exact = records["unpatched"]["gradients"][0]
-        records[name]["exact_error"] = relative_error(records[name]["gradients"][0], exact)
-    records["windows W=2"]["exact_error"] = relative_error(
-        *(records[name]["gradients"][0] for name in ("windows W=2", "windows"))
-    )
+    for name, source in EXACT.items():
+        records[name]["exact_error"] = relative_error(*(records[cell]["gradients"][0] for cell in (name, source)))
     if dist.get_world_size() > 1:
         records["ranks differ in frac"] = refusal(bench, dict(frac=0.6 if rank == 0 else 0.5))
         records["one rank is off"] = refusal(bench, dict(enabled=rank == 0))

@@ -60,9 +60,14 @@ def test_the_gradient_is_group_backward_s(ranks, cell):
     assert ranks[0][cell]["oracle_error"] <= 1e-6
 
 
-def test_the_gradient_is_not_the_exact_one_by_accident(ranks):
-    """The oracle test above would pass for an interception that grouped nothing."""
-    assert 1e-3 < ranks[0]["W=3"]["exact_error"] < ranks[0]["endpoints"]["exact_error"]
+def test_the_approximation_is_as_good_as_the_readme_says(ranks):
+    """Relative error of a whole training step's gradient: 6 % at the demo's settings, 26 % without interpolation.
+
+    Above zero, too: the oracle test would pass for an interception that grouped nothing.
+    """
+    assert 0.01 < ranks[0]["script W=4"]["exact_error"] < 0.1
+    assert 0.2 < ranks[0]["script endpoints"]["exact_error"]
+    assert 0.01 < ranks[0]["W=3"]["exact_error"] < ranks[0]["W=4"]["exact_error"] < 0.3
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,18 @@ def test_the_published_training_step_is_100_to_82_units():
 
 
 @pytest.mark.parametrize(
-    ("n_steps", "sampling_steps", "update", "whole"),
+    ("n_steps", "sampling_steps", "cost", "update", "whole"),
     [
-        (9, 16, (36, 27), (52, 43)),  # Flux script
-        (6, 12, (24, 21), (36, 33)),  # Flux LoRA script: one group of 3
+        (9, 16, StepCost(), (36, 27), (52, 43)),  # Flux script
+        (6, 12, StepCost(backward=1), (18, 16), (30, 28)),  # Flux LoRA script: one group of 3, frozen weights
+        (15, 16, StepCost(), (60, 45), (76, 61)),  # Flux script with timestep_fraction 1
     ],
 )
-def test_upstream_s_own_scripts(n_steps, sampling_steps, update, whole):
+def test_upstream_s_own_scripts(n_steps, sampling_steps, cost, update, whole):
+    """The README's table."""
     groups = plan_groups(n_steps, JaggConfig())
-    assert (update_cost(n_steps), update_cost(n_steps, groups)) == update
-    assert (
-        training_step_cost(n_steps, sampling_steps),
-        training_step_cost(n_steps, sampling_steps, groups),
-    ) == whole
+    assert (update_cost(n_steps, (), cost), update_cost(n_steps, groups, cost)) == update
+    assert tuple(training_step_cost(n_steps, sampling_steps, g, cost) for g in ((), groups)) == whole
 
 
 def test_without_checkpointing_a_backward_costs_two():

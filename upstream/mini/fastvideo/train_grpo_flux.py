@@ -244,7 +244,7 @@ def save_checkpoint(transformer, rank, output_dir, step):
 
 def prompts(args, rank, world_size):
     """Endless batches of prompts: every epoch shows each rank its share of the ten digits, in a new order."""
-    dataset = list(range(10)) * max(1, args.train_batch_size * world_size // 10)
+    dataset = list(range(10)) * math.ceil(args.train_batch_size * world_size / 10)
     sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=args.sampler_seed)
     loader = DataLoader(dataset, args.train_batch_size, sampler=sampler, drop_last=True)
     epoch = 0

@@ -46,40 +46,44 @@ class Handle:
 
     def _activate(self, config):
         self.config = config
-        if config.enabled:
-            session = Session(config)
-            self.stats = session.stats
-            try:
+        try:
+            if config.enabled:
                 self._trainer.check(self._namespace)
-            except JaggError:
-                self.uninstall()
-                raise
-            self._wrap(self._trainer.wrappers(self._namespace, session))
-        if "train_one_step" in self._namespace:
-            self._check_ranks_at_first_step(self._namespace["train_one_step"])
+                session = Session(config)
+                self.stats = session.stats
+                self._wrap(self._trainer.wrappers(self._namespace, session))
+            if "train_one_step" in self._namespace:
+                self._wrap({"train_one_step": self._with_first_step_checks(self._namespace["train_one_step"])})
+        except BaseException:
+            self.uninstall()
+            raise
 
-    def _check_ranks_at_first_step(self, train_one_step):
-        """Wrap the training step once more, for its first call only: by then the process group exists.
+    def _with_first_step_checks(self, train_one_step):
+        """What can't be done before the first training step, since it needs the process group: compare the ranks.
 
         Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
         """
+        checked = reported = False
 
         @functools.wraps(train_one_step)
-        def first_step(*args, **kwargs):
-            self._namespace["train_one_step"] = train_one_step
-            require_same_on_all_ranks(self.config)
-            self._announce(inspect.signature(train_one_step).bind(*args, **kwargs).arguments["args"])
+        def wrapped_train_one_step(*args, **kwargs):
+            nonlocal checked, reported
+            if not checked:
+                require_same_on_all_ranks(self.config)
+                self._announce(inspect.signature(train_one_step).bind(*args, **kwargs).arguments.get("args"))
+                checked = True
             result = train_one_step(*args, **kwargs)
-            if self.stats.groups and is_rank_zero():
+            if not reported and self.stats.groups and is_rank_zero():
                 passes = f"{self.stats.backward_passes} transformer backward passes"
                 unpatched = self.stats.backward_passes_unpatched
                 print(f"JAGG: first training step done with {passes} instead of {unpatched}", flush=True)
+            reported = True
             return result
 
-        self._wrap({"train_one_step": first_step})
+        return wrapped_train_one_step
 
     def _announce(self, args):
-        if not self._announced and is_rank_zero():
+        if not self._announced and is_rank_zero() and not (self.config.enabled and args is None):
             print(banner(self._trainer, self.config, args), flush=True)
         self._announced = True
 
@@ -123,8 +127,9 @@ def install(namespace, parser=None, config=None):
         SystemExit: the same, with a parser: a script at start-up should end with the message alone.
     """
     if parser is None:
+        settings = config or JaggConfig.from_env()
         handle = Handle(namespace, find_trainer(namespace))
-        handle._activate(config or JaggConfig.from_env())
+        handle._activate(settings)
         return handle
 
     try:
@@ -145,6 +150,8 @@ def install(namespace, parser=None, config=None):
             if handle.config is None:
                 handle._activate(settings)
                 handle._announce(parsed)
+            elif settings != handle.config:
+                raise JaggError(f"the parser ran twice, with {handle.config} and {settings}\ngive both the same JAGG settings")
         except JaggError as error:
             raise SystemExit(f"jagg_patch: {error}") from None
         return parsed, rest

@@ -13,11 +13,17 @@ from .errors import JaggError
 def require_parameters(namespace, function, parameters):
     """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`."""
     found = namespace.get(function)
-    if not inspect.isfunction(found):
-        raise _changed(namespace, f"there is no function {function}()")
+    if not inspect.isfunction(found) or inspect.isgeneratorfunction(found):
+        raise _changed(namespace, f"there is no function {function}(), or it has become a generator")
     missing = [name for name in parameters if name not in inspect.signature(found).parameters]
     if missing:
         raise _changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more")
+
+
+def require_module(namespace, name):
+    """Raise `JaggError` unless `namespace` has the module `name` under its own name."""
+    if namespace.get(name) is not sys.modules.get(name):
+        raise _changed(namespace, f"{name} isn't imported as {name}")
 
 
 def _changed(namespace, what):
@@ -39,8 +45,9 @@ class SourceLines:
 def call_lines(function, variable, method):
     """The lines of the one statement in `function` that assigns `variable` from an expression calling `….method(…)`.
 
-    Raises `JaggError` unless there is exactly one.
+    Raises `JaggError` unless there is exactly one such call.
     """
+    function = inspect.unwrap(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except OSError:
@@ -50,12 +57,13 @@ def call_lines(function, variable, method):
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
         and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets)
-        and any(isinstance(part, ast.Attribute) and part.attr == method for part in ast.walk(node.value))
+        for part in ast.walk(node.value)
+        if isinstance(part, ast.Attribute) and part.attr == method
     ]
     if len(statements) != 1:
         raise _changed(
             function.__globals__,
-            f"{function.__name__}() has {len(statements)} statements `{variable} = … {method}(…)`, not one",
+            f"{function.__name__}() has {len(statements)} calls of {method}() in statements `{variable} = …`, not one",
         )
     offset = function.__code__.co_firstlineno - 1
     return SourceLines(function.__code__.co_filename, offset + statements[0].lineno, offset + statements[0].end_lineno)
@@ -83,6 +91,9 @@ class ForwardingModule(types.ModuleType):
 
     def __setattr__(self, name, value):
         setattr(vars(self)["_forwards_to"], name, value)
+
+    def __delattr__(self, name):
+        delattr(vars(self)["_forwards_to"], name)
 
     def __dir__(self):
         return dir(vars(self)["_forwards_to"])

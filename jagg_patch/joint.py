@@ -95,6 +95,8 @@ def group_backward(velocity, losses, timesteps, config=None):
         is_endpoint = j in (0, n_steps - 1)
         with torch.set_grad_enabled(is_endpoint):
             output = velocity(j)
+        if not is_endpoint:
+            torch.clear_autocast_cache()  # as in session.py
         if is_endpoint:
             endpoints.append(output)
         v_hat = output.detach().requires_grad_()

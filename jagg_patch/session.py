@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import JaggError
@@ -74,10 +75,12 @@ class Session:
     def __init__(self, config):
         self.config = config
         self.stats = Stats()
+        self._graph_is_known = False
         self._forget()
 
     def _forget(self):
         self._in_training_step = False
+        self._failed_at = None
         self._roles = ()
         self._orders = []
         self._n_done = 0
@@ -88,12 +91,15 @@ class Session:
     @contextmanager
     def training_step(self):
         """Everything that is remembered lives inside this block, also when it ends in an exception."""
+        if self._in_training_step:
+            raise JaggError("a training step began inside another one\none session follows one loop: run with JAGG_ENABLED=0")
         self._forget()
         self._in_training_step = True
-        hook = register_optimizer_step_pre_hook(lambda *_: self._require_closed("the optimizer was about to step"))
+        hook = register_optimizer_step_pre_hook(lambda *_: self._require_whole("the optimizer was about to step"))
         try:
             yield
-            self._require_closed("the training step ended")
+            self._require_whole("the training step ended")
+            self._require_last_sample_visited()
             self.stats.training_steps += 1
         finally:
             hook.remove()
@@ -143,7 +149,15 @@ class Session:
         # A forward without gradients is a reference or an evaluation, not a visited step.
         if not self._in_training_step or not self._routes or not torch.is_grad_enabled():
             return forward()
-        index = int(index)
+        self._require_no_failure("the loop went on")
+        try:
+            return self._visit(int(index), timesteps, forward)
+        except BaseException:
+            sample, position = divmod(self._n_done, len(self._roles))
+            self._failed_at = self._failed_at or f"sample {sample}, visited step {position}"
+            raise
+
+    def _visit(self, index, timesteps, forward):
         trajectory, position = divmod(self._n_done, len(self._roles))
         where = f"sample {trajectory}, visited step {position} (trajectory step {index})"
         if trajectory >= len(self._orders) or self._orders[trajectory][position] != index:
@@ -170,6 +184,9 @@ class Session:
                 result = forward()
         finally:
             self._role = None
+            if role is Role.INTERMEDIATE:
+                # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
+                torch.clear_autocast_cache()
         if role is not Role.EXACT:
             self._require_through_proxy(result, where)
         self._n_done += 1
@@ -186,7 +203,7 @@ class Session:
                 f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
                 "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
             )
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+        for tensor in tree_leaves(result):
             if torch.is_tensor(tensor) and not tensor.requires_grad:
                 raise JaggError(
                     f"{where}: the training forward returned a tensor without a graph, of shape {list(tensor.shape)}\n"
@@ -211,7 +228,8 @@ class Session:
                 yield joint_output(group.first, model_output, self._fold)
                 return
             if self._role is Role.FIRST:
-                group.first = model_output
+                self._refuse_reentrant_checkpointing(model_output)
+                group.first = model_output.clone()  # the trainer may change its own in place
             proxy = model_output.detach().requires_grad_()
             group.proxies.append(proxy)
             yield proxy
@@ -229,6 +247,43 @@ class Session:
         self.stats.groups += 1
         grads = [proxy.grad for proxy in group.proxies] + [last_grad]
         return aggregate(grads, group.weights, self.config.aggregation)
+
+    def _refuse_reentrant_checkpointing(self, output):
+        """It runs backward passes inside the backward; FSDP1 then loses gradients when two graphs are joined."""
+        if self._graph_is_known:
+            return
+        seen, nodes = set(), [output.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if node.name() == "CheckpointFunctionBackward":
+                raise JaggError(
+                    "the model recomputes activations with reentrant checkpointing: a joint backward can't be trusted with it\n"
+                    "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT), or run with JAGG_ENABLED=0"
+                )
+            seen.add(node)
+            nodes += [next_node for next_node, _ in node.next_functions]
+        self._graph_is_known = True
+
+    def _require_last_sample_visited(self):
+        n_left = self._n_done % len(self._roles) if self._routes else 0
+        if n_left:
+            raise JaggError(
+                f"the training step ended after {n_left} of the {len(self._roles)} steps planned for its last sample\n"
+                "other steps than upstream's may have been trained: run with JAGG_ENABLED=0 and report this upstream version"
+            )
+
+    def _require_whole(self, event):
+        self._require_no_failure(event)
+        self._require_closed(event)
+
+    def _require_no_failure(self, event):
+        if self._failed_at is not None:
+            raise JaggError(
+                f"{event} although {self._failed_at} had failed: gradients of this training step are missing\n"
+                "let the exception end the training step, or run with JAGG_ENABLED=0"
+            )
 
     def _require_closed(self, event):
         if self._group is not None:

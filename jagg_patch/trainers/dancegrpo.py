@@ -8,7 +8,7 @@ import torch
 
 from ..cost import StepCost
 from ..errors import JaggError
-from ..intercept import ForwardingModule, call_lines, called_from, require_parameters
+from ..intercept import ForwardingModule, call_lines, called_from, require_module, require_parameters
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class DanceGrpoTrainer:
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
         for function, parameters in self.parameters.items():
             require_parameters(namespace, function, parameters)
+        require_module(namespace, "torch")
         self._permutation_lines(namespace)
 
     def _permutation_lines(self, namespace):

@@ -1,15 +1,20 @@
 """The interception on a loop of upstream's shape: what it does when all is well, and what it refuses."""
 
 import argparse
+import contextlib
+import gc
 import importlib.util
 import inspect
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
+from jagg_patch.trainers import TRAINERS
 
 LOOP = Path(__file__).parent / "loop/train_grpo_flux.py"
 
@@ -67,10 +72,16 @@ def by_sample(visited, n_samples=2):
 
 
 def count_backward_passes(model):
-    passes = []
+    """One entry per backward pass that enters the model; `.recorded` has one per forward that recorded a graph."""
+
+    class Passes(list):
+        recorded = 0
+
+    passes = Passes()
 
     def watch_output(module, inputs, output):
         if output.requires_grad:
+            passes.recorded += 1
             output.register_hook(lambda grad: passes.append(1))
 
     model.register_forward_hook(watch_output)
@@ -81,16 +92,17 @@ def count_backward_passes(model):
 
 
 @pytest.mark.parametrize("settings", [{"enabled": False}, {"frac": 0.0}])
-def test_off_and_nothing_routed_are_bit_identical(load, settings):
+def test_off_and_nothing_routed_are_bit_identical(load, settings, capsys):
     visited, gradients, rng = run(load())
     module = load()
     install(vars(module), config=JaggConfig(**settings))
     assert run(module)[0] == visited
     _, patched_gradients, patched_rng = run(module)
     assert torch.equal(patched_gradients, gradients) and torch.equal(patched_rng, rng)
+    assert "first training step" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.6])
+@pytest.mark.parametrize("fraction", [1.0, 0.6, 0.5])  # 0.5 of 15 steps are 7, not 8
 def test_the_same_steps_are_trained_in_trajectory_order_with_the_same_random_numbers(load, fraction):
     visited, _, rng = run(load(), timestep_fraction=fraction)
     module = load()
@@ -157,7 +169,8 @@ def test_the_gradient_is_group_backward_s(load, group_size, frac, aggregation):
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert_close(found[0], expected, rtol=1e-5, atol=1e-8)
     n_backward = args.n_samples * (2 * len(groups) + len(singles))
-    assert handle.stats.backward_passes == n_backward == len(passes)
+    assert handle.stats.backward_passes == n_backward == len(passes) == passes.recorded
+    assert handle.stats.training_steps == 1
     assert handle.stats.backward_passes_unpatched == args.n_samples * n_visited
 
 
@@ -183,6 +196,10 @@ def test_only_the_trainer_sees_the_other_randperm(load):
     assert module.torch.randperm is not real
     assert module.torch.nn is torch.nn and module.torch.__version__ == torch.__version__
     assert isinstance(torch.ones(1), module.torch.Tensor)
+    module.torch.set_by_the_trainer = 1
+    assert torch.set_by_the_trainer == 1 and "set_by_the_trainer" in dir(module.torch)
+    del module.torch.set_by_the_trainer
+    assert not hasattr(torch, "set_by_the_trainer")
 
 
 def test_flags_reach_the_trainer_s_args_and_off_by_flag_wraps_nothing_that_computes(load):
@@ -257,19 +274,25 @@ def stops(module, match, **settings):
         # an optimizer step, or the end of the training step, with a group open
         ("            loss.backward()\n", "            loss.backward()\n            if j == 1: optimizer.step()\n", "optimizer was about to step"),
         ("range(train_timesteps):", "range(2):", "the plan expected trajectory step 2"),
+        ("for j in range(train_timesteps):", "for j in range(train_timesteps - 1 if i else 15):", "optimizer was about to step"),
+        ("for j in range(train_timesteps):", "for j in range(train_timesteps - 3 if i else 15):", "12 of the 15 steps planned"),
         ("            loss.backward()\n", "            loss.backward()\n            if j == 1: return\n", "training step ended"),
         # a step whose gradient never arrives, or arrives twice
         ("            loss.backward()\n", "            if j != 1: loss.backward()\n", "no gradient arrived for step 1"),
+        ("            loss.backward()\n", "            if j != 2: loss.backward()\n", "no gradient arrived for step 2"),
         ("            loss.backward()\n", "            if j != 3: loss.backward()\n", "still open"),
         ("            loss.backward()\n", "            loss.backward(retain_graph=True)\n            if j == 3: loss.backward()\n", "second backward"),
         # one backward for the accumulated losses
         ("            loss.backward()\n", "            total = loss if j == 0 else total + loss\n            if j == 14: total.backward()\n", "no gradient arrived"),
         # the solver step isn't run once
         ("    return flux_step(velocity", "    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)\n    return flux_step(velocity", "2 times"),
+        ("    return flux_step(velocity", "    return flux_step.__wrapped__(velocity", "0 times"),
+        # a forward that failed and was passed over
+        ("            new_log_probs = grpo_one_step(", "            if j == 2:\n                try: grpo_one_step(args, None, None, model, timesteps[:1], step, sigmas)\n                except TypeError: pass\n            new_log_probs = grpo_one_step(", "visited step 2 had failed"),
         # another number of steps than the arguments say
         ("    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 2\n", "orders 14 steps"),
         # endpoints of a group at one timestep
-        ("int(s * 1000) for s in sigmas[:n]", "500 for s in sigmas[:n]", "share a timestep"),
+        ("int(s * 1000) for s in sigmas[:n]", "500 for s in sigmas[:n]", "visited step 3 .*share a timestep"),
     ],
 )  # fmt: skip
 def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match):
@@ -284,6 +307,55 @@ def test_a_loss_on_the_model_output_itself_is_stopped(load):
     module = load(*returned, "            ratio = ", "            new_log_probs, velocity = new_log_probs\n            ratio = ")
     install(vars(module), config=JaggConfig(frac=1))
     stops(module, "visited step 1 .* returned a tensor without a graph, of shape .1, 2.")
+
+
+def test_an_exact_step_after_an_unclosed_group_is_stopped(load):
+    module = load("            loss.backward()\n", "            if j != 8: loss.backward()\n")  # 9 routed: 5 + 4
+    install(vars(module), config=JaggConfig())
+    stops(module, "visited step 9 .* came while the group .* still open")
+
+
+def test_reentrant_checkpointing_is_refused(load):
+    module = load("    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))", """
+    inputs = torch.cat([latents, timesteps[:, None] / 1000], 1).requires_grad_()
+    return torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=True)
+""")  # fmt: skip
+    install(vars(module), config=JaggConfig())
+    stops(module, "reentrant checkpointing")
+
+
+def test_the_model_output_may_be_changed_in_place_afterwards(load):
+    in_place = "    return flux_step(velocity", "    log_prob = flux_step(velocity"
+    module = load(*in_place, "sde_solver=True)[2]", "sde_solver=True)[2]\n    velocity.mul_(0.5)\n    return log_prob")
+    expected = run(load())[1]
+    install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_a_training_step_inside_another_is_refused(load):
+    call = "            ratio = torch.exp("
+    module = load(call, "            if j == 1: train_one_step(args, model, optimizer)\n" + call)
+    install(vars(module), config=JaggConfig())
+    stops(module, "inside another one")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_outlives_a_training_step(load, fails):
+    module = load("            loss.backward()\n", "            loss.backward()\n            args.after_step(j)\n")
+    install(vars(module), config=JaggConfig())
+    graphs, model = [], make_model()
+    model.register_forward_hook(lambda module, inputs, output: graphs.append(weakref.ref(output)))
+    hooks = len(_global_optimizer_pre_hooks)
+
+    def after_step(j):
+        if fails and j == 2:
+            raise MemoryError
+
+    with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+        run(module, model, after_step=after_step)
+    gc.collect()
+    assert len(graphs) > 3 and not any(graph() is not None for graph in graphs)
+    assert len(_global_optimizer_pre_hooks) == hooks
 
 
 def test_a_frozen_model_is_refused(load):
@@ -314,7 +386,10 @@ def test_the_training_step_after_a_failed_one_starts_clean(load):
         ("def grpo_one_step(args, latents, pre_latents, model, timesteps, i,", "def grpo_one_step(args, latents, pre_latents, model, timesteps, j,", "grpo_one_step.. has no parameter i"),
         ("def sample_reference_model(args,", "def sample_reference_model(options,", "no parameter args"),
         ("def sample_reference_model(", "def roll_out(", "no function sample_reference_model"),
-        ("    perms = torch.stack(", "    orders = torch.stack(", "0 statements `perms"),
+        ("    perms = torch.stack(", "    orders = torch.stack(", "0 calls of randperm"),
+        ("    perms = torch.stack(", "    perms = torch.randperm(1), torch.stack(", "2 calls of randperm"),
+        ("    return visited", "    yield visited", "train_one_step.., or it has become a generator"),
+        ("import torch\n", "import torch as T\nfrom torch import *\n", "torch isn't imported as torch"),
     ],
 )  # fmt: skip
 def test_changed_upstream_functions_are_refused_at_install(load, old, new, match):
@@ -332,6 +407,54 @@ def test_from_the_parser_an_error_ends_the_program_with_the_message_alone(load, 
     monkeypatch.setenv("JAGG_FRACTION", "1")
     with pytest.raises(SystemExit, match="jagg_patch: unknown setting in the environment: JAGG_FRACTION"):
         parser.parse_args([])
+
+
+def test_a_second_parse_with_other_settings_is_refused(load):
+    module = load()
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**vars(module.make_args()))
+    install(vars(module), parser)
+    parser.parse_args([])
+    parser.parse_args([])
+    with pytest.raises(SystemExit, match="the parser ran twice"):
+        parser.parse_args(["--jagg_enabled", "0"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"enabled": False}])
+def test_a_later_wrapper_of_the_training_step_stays(load, settings):
+    module = load()
+    install(vars(module), config=JaggConfig(**settings))
+    calls, wrapped = [], module.train_one_step
+
+    def timed(*args):
+        calls.append(1)
+        return wrapped(*args)
+
+    module.train_one_step = timed
+    for _ in range(3):
+        run(module)
+    assert len(calls) == 3
+
+
+def test_a_failed_install_leaves_nothing(load, monkeypatch):
+    module = load()
+    before = dict(vars(module))
+    monkeypatch.setenv("JAGG_FRAC", "junk")
+    with pytest.raises(JaggError):
+        install(vars(module))
+    assert dict(vars(module)) == before
+    monkeypatch.delenv("JAGG_FRAC")
+    install(vars(module))
+
+
+@pytest.mark.parametrize(("name", "settings", "units"), [
+    ("train_grpo_flux", {}, 3),
+    ("train_grpo_flux", {"selective_checkpointing": 0.5}, 2.5),
+    ("train_grpo_flux", {"gradient_checkpointing": False}, 2),
+    ("train_grpo_flux_lora", {}, 2),
+])  # fmt: skip
+def test_cost_of_a_backward_follows_the_trainer_s_arguments(load, name, settings, units):
+    assert TRAINERS[name].step_cost(load().make_args(**settings)).full_backward == units
 
 
 def test_missing_sampling_steps_are_named(load):

@@ -23,7 +23,7 @@ step_counts = st.integers(0, 200)
         (6, {}, [3], 3),  # its LoRA script: 12 sampling steps
         (15, {"frac": 1}, [4, 4, 4, 3], 0),
         (10, {"frac": 1}, [4, 3, 3], 0),  # r / W = 2.5 rounds up
-        (10, {"frac": 0.3}, [3], 7),  # 0.3 * 10 is 2.9999999999999996 without the 1e-9
+        (50, {"frac": 0.58}, [5, 4, 4, 4, 4, 4, 4], 21),  # 0.58 * 50 is 28.999999999999996
         (5, {"frac": 1, "group_size": 2}, [2, 2, 1], 1),  # a group of one is an exact step
         (3, {}, [], 3),  # r = 1
         (20, {"frac": 0}, [], 20),
@@ -74,6 +74,12 @@ def test_alpha_is_per_sample():
     t = torch.tensor([[1000, 900], [800, 600], [500, 0]])
     expected = torch.tensor([[0, 0], [200 / 500, 300 / 900], [1, 1]])
     torch.testing.assert_close(alphas(t), expected)
+
+
+def test_alpha_of_low_precision_timesteps_is_worked_out_in_float32():
+    t = torch.tensor([1000, 900, 100], dtype=torch.bfloat16)
+    assert alphas(t).dtype == torch.float32
+    assert alphas(t)[1] == alphas(t.float())[1]
 
 
 @pytest.mark.parametrize("t", [[500, 400, 500], [[900, 500], [800, 400], [700, 500]]])

@@ -46,7 +46,14 @@ def train_one_step(args, model, optimizer):
     advantages = (rewards - rewards.mean()) / rewards.std()
     n = args.sampling_steps - 1
     timesteps = torch.tensor([int(s * 1000) for s in sigmas[:n]])
-    perms = torch.stack([torch.randperm(n) for _ in range(args.n_samples)])
+    # fmt: off
+    perms = torch.stack(
+        [
+            torch.randperm(n)
+            for _ in range(args.n_samples)
+        ]
+    )
+    # fmt: on
     train_timesteps = int(n * args.timestep_fraction)
     visited = []
     for i in range(args.n_samples):

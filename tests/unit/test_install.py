@@ -332,6 +332,28 @@ def test_the_model_output_may_be_changed_in_place_afterwards(load):
     assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-8)
 
 
+def test_autocast_around_the_loop_loses_no_gradient(load):
+    """torch 2.5 keeps the casts of a forward without a graph, and a later one that records would use them."""
+
+    class LateLayer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.always, self.late = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.always(x) + self.late(x) if x[0, -1] < 0.99 else self.always(x)  # t = 1000 is the first endpoint
+
+    # The rollout's casts would be kept too, and spoil the unpatched trainer as well.
+    module = load("    shuffled = ", "    torch.clear_autocast_cache()\n    shuffled = ")
+    install(vars(module), config=JaggConfig(frac=1))
+    gradients = []
+    for cache in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            gradients.append(run(module, LateLayer())[1])
+    assert torch.equal(*gradients)
+
+
 def test_a_training_step_inside_another_is_refused(load):
     call = "            ratio = torch.exp("
     module = load(call, "            if j == 1: train_one_step(args, model, optimizer)\n" + call)

@@ -113,7 +113,6 @@ def add_flags(parser):
     """Add `--jagg_*` to an argparse parser, so that they show in `--help` and reach the trainer's `args`; once."""
     if getattr(parser, "has_jagg_flags", False):
         return
-    parser.has_jagg_flags = True
     group = parser.add_argument_group("JAGG", "grouped backward passes; each flag beats the JAGG_* variable of its name")
     for setting in fields(JaggConfig):
         rule = setting.metadata
@@ -125,3 +124,4 @@ def add_flags(parser):
             metavar=setting.name.upper(),
             help=f"{rule['help']}; {rule['accepts']} (default {default})",
         )
+    parser.has_jagg_flags = True

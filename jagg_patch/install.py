@@ -1,5 +1,6 @@
 """`install`: settings from the trainer's parser, then the wrappers into the trainer's namespace."""
 
+import argparse
 import functools
 import inspect
 import os
@@ -33,7 +34,8 @@ class Handle:
     def uninstall(self):
         """Restore every wrapped name and the parser. Calling it again does nothing."""
         self._namespace.update(self._originals)
-        self._namespace.pop(MARK, None)
+        if self._namespace.get(MARK) is self:
+            del self._namespace[MARK]
         self._originals = {}
         if self._parser is not None:
             vars(self._parser).pop("parse_known_args", None)
@@ -136,7 +138,11 @@ def install(namespace, parser=None, config=None):
         handle = Handle(namespace, find_trainer(namespace))
     except JaggError as error:
         raise SystemExit(f"jagg_patch: {error}") from None
-    add_flags(parser)
+    try:
+        add_flags(parser)
+    except argparse.ArgumentError as error:
+        handle.uninstall()
+        raise SystemExit(f"jagg_patch: the trainer has a flag of that name already: {error}") from None
     handle._parser = parser
     parse_known_args = parser.parse_known_args
 
@@ -153,6 +159,8 @@ def install(namespace, parser=None, config=None):
             elif settings != handle.config:
                 raise JaggError(f"the parser ran twice, with {handle.config} and {settings}\ngive both the same JAGG settings")
         except JaggError as error:
+            if handle.config is None:
+                handle.uninstall()
             raise SystemExit(f"jagg_patch: {error}") from None
         return parsed, rest
 

@@ -13,7 +13,7 @@ from .errors import JaggError
 def require_parameters(namespace, function, parameters):
     """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`."""
     found = namespace.get(function)
-    if not inspect.isfunction(found) or inspect.isgeneratorfunction(found):
+    if not inspect.isfunction(found) or inspect.isgeneratorfunction(inspect.unwrap(found)):
         raise _changed(namespace, f"there is no function {function}(), or it has become a generator")
     missing = [name for name in parameters if name not in inspect.signature(found).parameters]
     if missing:

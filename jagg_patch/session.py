@@ -7,10 +7,11 @@ It knows nothing of upstream's names; `trainers/` calls it from the wrapped func
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from .errors import JaggError
 from .joint import aggregate, joint_output
@@ -51,6 +52,7 @@ class _Group:
         self.proxies = []
         self.timesteps = []
         self.weights = None  # α, known when the last step comes
+        self.folded = False
 
     def close_with(self, where):
         """Work out α before the last forward is paid for."""
@@ -92,10 +94,11 @@ class Session:
     def training_step(self):
         """Everything that is remembered lives inside this block, also when it ends in an exception."""
         if self._in_training_step:
+            self._failed_at = self._failed_at or "a training step inside this one"
             raise JaggError("a training step began inside another one\none session follows one loop: run with JAGG_ENABLED=0")
         self._forget()
         self._in_training_step = True
-        hook = register_optimizer_step_pre_hook(lambda *_: self._require_whole("the optimizer was about to step"))
+        hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
         try:
             yield
             self._require_whole("the training step ended")
@@ -225,7 +228,7 @@ class Session:
             )
         with torch.enable_grad():
             if self._role is Role.LAST:
-                yield joint_output(group.first, model_output, self._fold)
+                yield joint_output(group.first, model_output, partial(self._fold, group))
                 return
             if self._role is Role.FIRST:
                 self._refuse_reentrant_checkpointing(model_output)
@@ -234,19 +237,29 @@ class Session:
             group.proxies.append(proxy)
             yield proxy
 
-    def _fold(self, last_grad):
-        """Close the group: runs inside the last step's own backward. Returns `(s_base, s_corr)`."""
-        group = self._group
-        if group is None:
-            raise JaggError(
-                "a second backward reached a group that was already closed (retain_graph, or a loss used twice)\n"
-                "its gradient would count double: run with JAGG_ENABLED=0"
-            )
-        group.require_backward()
-        self._group = None
-        self.stats.groups += 1
-        grads = [proxy.grad for proxy in group.proxies] + [last_grad]
-        return aggregate(grads, group.weights, self.config.aggregation)
+    def _fold(self, group, last_grad):
+        """`(s_base, s_corr)` of `group`: runs inside the last step's own backward, and closes the group when that is through."""
+        try:
+            if group is not self._group or group.folded:
+                raise JaggError(
+                    f"{group.where}: a second backward reached the group's last step (retain_graph, or a loss used twice)\n"
+                    "its gradient would count double: run with JAGG_ENABLED=0"
+                )
+            group.require_backward()
+            group.folded = True
+            grads = [proxy.grad for proxy in group.proxies] + [last_grad]
+            folded = aggregate(grads, group.weights, self.config.aggregation)
+        except BaseException:
+            self._failed_at = self._failed_at or group.where
+            raise
+        # Not now: the endpoints' backward passes are still to come, and if they fail the group's gradient is missing.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._close, group))
+        return folded
+
+    def _close(self, group):
+        if group is self._group:
+            self._group = None
+            self.stats.groups += 1
 
     def _refuse_reentrant_checkpointing(self, output):
         """It runs backward passes inside the backward; FSDP1 then loses gradients when two graphs are joined."""
@@ -259,7 +272,7 @@ class Session:
                 continue
             if node.name() == "CheckpointFunctionBackward":
                 raise JaggError(
-                    "the model recomputes activations with reentrant checkpointing: a joint backward can't be trusted with it\n"
+                    "the model recomputes activations with reentrant checkpointing, which isn't supported\n"
                     "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT), or run with JAGG_ENABLED=0"
                 )
             seen.add(node)
@@ -273,6 +286,13 @@ class Session:
                 f"the training step ended after {n_left} of the {len(self._roles)} steps planned for its last sample\n"
                 "other steps than upstream's may have been trained: run with JAGG_ENABLED=0 and report this upstream version"
             )
+
+    def _before_optimizer_step(self, *_):
+        try:
+            self._require_whole("the optimizer was about to step")
+        except JaggError:
+            self._failed_at = self._failed_at or "an optimizer step"
+            raise
 
     def _require_whole(self, event):
         self._require_no_failure(event)

@@ -354,6 +354,37 @@ def test_autocast_around_the_loop_loses_no_gradient(load):
     assert torch.equal(*gradients)
 
 
+SWALLOW = "            try: loss.backward()\n            except {error}: pass\n"
+
+
+def test_a_joint_backward_that_fails_and_is_passed_over_is_stopped(load):
+    """As when memory runs out in the transformer's own backward: the whole group's gradient would be missing."""
+    module, model = load("            loss.backward()\n", SWALLOW.format(error="MemoryError")), make_model()
+    install(vars(module), config=JaggConfig())
+    calls = []
+
+    def fail_once(grad):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+
+    def watch_output(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(fail_once)
+
+    model.register_forward_hook(watch_output)
+    with pytest.raises(JaggError, match="visited step 5 .* while the group .* still open"):
+        run(module, model)
+
+
+def test_a_second_backward_of_an_earlier_group_is_stopped_when_passed_over(load):
+    twice = "            loss.backward(retain_graph=True)\n            if j == 4: kept = loss\n"
+    twice += "            if j == 6:\n                try: kept.backward()\n                except Exception: pass\n"
+    module = load("            loss.backward()\n", twice)
+    install(vars(module), config=JaggConfig(frac=1, group_size=5))
+    stops(module, "the loop went on although .* had failed")
+
+
 def test_a_training_step_inside_another_is_refused(load):
     call = "            ratio = torch.exp("
     module = load(call, "            if j == 1: train_one_step(args, model, optimizer)\n" + call)
@@ -456,6 +487,32 @@ def test_a_later_wrapper_of_the_training_step_stays(load, settings):
     for _ in range(3):
         run(module)
     assert len(calls) == 3
+
+
+def test_an_old_handle_leaves_a_new_one_alone(load):
+    module = load()
+    old = install(vars(module), config=JaggConfig())
+    old.uninstall()
+    install(vars(module), config=JaggConfig(enabled=False))
+    old.uninstall()
+    with pytest.raises(JaggError, match="already installed"):
+        install(vars(module), config=JaggConfig())
+
+
+def test_a_failed_install_from_the_parser_leaves_nothing(load, monkeypatch):
+    module = load()
+    before = dict(vars(module))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jagg_frac")
+    with pytest.raises(SystemExit, match="has a flag of that name already"):
+        install(vars(module), parser)
+    assert dict(vars(module)) == before
+    parser = argparse.ArgumentParser()
+    install(vars(module), parser)
+    monkeypatch.setenv("JAGG_FRAC", "junk")
+    with pytest.raises(SystemExit, match="bad value JAGG_FRAC='junk'"):
+        parser.parse_args([])
+    assert dict(vars(module)) == before
 
 
 def test_a_failed_install_leaves_nothing(load, monkeypatch):

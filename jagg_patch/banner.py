@@ -10,15 +10,15 @@ def banner(trainer, config, args):
     head = f"JAGG {__version__} on {trainer.name}"
     if not config.enabled:
         return f"{head}: off"
-    n_trajectory, n_visited = trainer.visited_steps(args)
-    groups = plan_groups(n_visited, config)
+    sampled, trainable, visited = trainer.steps(args)
+    groups = plan_groups(visited, config)
     settings = [f"group_size {config.group_size}", f"frac {config.frac:g}", f"aggregation {config.aggregation}"]
     settings.append("schedule joint" + (" (auto)" if config.schedule == "auto" else ""))
-    lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(n_trajectory, n_visited, groups)}"]
+    lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
     if groups:
         cost = trainer.step_cost(args)
-        update = update_cost(n_visited, (), cost), update_cost(n_visited, groups, cost)
-        whole = [training_step_cost(n_visited, args.sampling_steps, g, cost) for g in ((), groups)]
+        update = update_cost(visited, (), cost), update_cost(visited, groups, cost)
+        whole = [training_step_cost(visited, sampled, g, cost) for g in ((), groups)]
         lines.append(
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"

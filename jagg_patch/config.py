@@ -73,8 +73,11 @@ class JaggConfig:
             object.__setattr__(self, setting.name, value)
 
     @classmethod
-    def from_env(cls, environ=os.environ):
-        """Settings from the `JAGG_*` variables of `environ`. Raises `JaggError` on an unknown name or a bad value."""
+    def from_env(cls, environ=os.environ, **defaults):
+        """Settings from the `JAGG_*` variables of `environ`, else from `defaults`, else this class's own.
+
+        Raises `JaggError` on an unknown name or a bad value.
+        """
         names = {ENV_PREFIX + setting.name.upper(): setting for setting in fields(cls)}
         unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in names)
         if unknown:
@@ -82,7 +85,7 @@ class JaggConfig:
                 f"unknown setting in the environment: {', '.join(unknown)}\nvalid are {', '.join(names)}: unset or rename it"
             )
         given = {name: environ[name] for name in names if name in environ}
-        return cls(**{names[name].name: convert(names[name], value, name) for name, value in given.items()})
+        return cls(**(defaults | {names[name].name: convert(names[name], value, name) for name, value in given.items()}))
 
     def with_flags(self, args):
         """These settings, overridden by the `jagg_*` attributes of the parsed `args` that aren't None."""

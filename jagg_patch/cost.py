@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one denoising step costs in forward units. `recompute` is the share of blocks under activation checkpointing."""
+    """What one denoising step costs in forward units, beside its forward.
+
+    `backward` is for the gradients of the activations (1) and of the weights (1, none where they are frozen), `recompute` the
+    share of blocks under activation checkpointing, `reference` the forwards of a reference model (a KL term).
+    """
 
     backward: float = 2.0
     recompute: float = 1.0
+    reference: float = 0.0
 
     @property
     def full_backward(self):
@@ -25,7 +30,7 @@ def backward_passes(n_steps, groups=()):
 
 def update_cost(n_steps, groups=(), cost=StepCost()):
     """Forward units of one trajectory's update; without groups, the unpatched trainer's."""
-    return n_steps + backward_passes(n_steps, groups) * cost.full_backward
+    return n_steps * (1 + cost.reference) + backward_passes(n_steps, groups) * cost.full_backward
 
 
 def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost()):

@@ -2,14 +2,15 @@
 
 import argparse
 import functools
-import inspect
 import os
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from .banner import banner
 from .config import FLAG_PREFIX, JaggConfig, add_flags
 from .errors import JaggError
+from .intercept import require_parameters
 from .session import Session, Stats
 from .trainers import find_trainer
 
@@ -27,7 +28,7 @@ class Handle:
         namespace[MARK] = self
         self._originals = {}
         self._parser = None
-        self._announced = False
+        self._reported = False
         self.config = None
         self.stats = Stats()
 
@@ -48,46 +49,81 @@ class Handle:
 
     def _activate(self, config):
         self.config = config
+        if config.enabled:
+            self._trainer.check(self._namespace)
+            session = Session(config, self._report)
+            self.stats = session.stats
+            self._wrap(self._trainer.wrappers(self._namespace, session))
+        # What needs the process group. Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
+        self._wrap(self._trainer.start(self._namespace, functools.partial(require_same_on_all_ranks, config)))
+
+    def _activate_with(self, parser, config):
+        """Give `parser` the `--jagg_*` flags, and have JAGG start when it parses."""
         try:
-            if config.enabled:
-                self._trainer.check(self._namespace)
-                session = Session(config)
-                self.stats = session.stats
-                self._wrap(self._trainer.wrappers(self._namespace, session))
-            if "train_one_step" in self._namespace:
-                self._wrap({"train_one_step": self._with_first_step_checks(self._namespace["train_one_step"])})
-        except BaseException:
-            self.uninstall()
+            add_flags(parser)
+        except argparse.ArgumentError as error:
+            raise JaggError(f"the trainer has a flag of that name already: {error}") from None
+        self._parser = parser
+        parse_known_args = parser.parse_known_args
+
+        @functools.wraps(parse_known_args)
+        def parse_and_activate(*args, **kwargs):
+            parsed, rest = parse_known_args(*args, **kwargs)
+            with self._start_or_leave_nothing(is_script=True):
+                settings = (config or JaggConfig.from_env()).with_flags(parsed)
+                for name, value in settings.as_dict().items():
+                    setattr(parsed, FLAG_PREFIX + name, value)
+                if self.config is None:
+                    self._activate(settings)
+                    self._announce(parsed)
+                elif settings != self.config:
+                    raise JaggError(f"the parser ran twice, with {self.config} and {settings}\ngive both the same JAGG settings")
+            return parsed, rest
+
+        parser.parse_known_args = parse_and_activate
+
+    def _activate_in_main(self, config):
+        """Have `main` start JAGG: what the plan depends on is parsed by then, and not before."""
+        namespace, main = self._namespace, self._namespace.get("main")
+
+        @functools.wraps(main)
+        def started_main(*args, **kwargs):
+            if self.config is None:
+                with self._start_or_leave_nothing(is_script=namespace.get("__name__") == "__main__"):
+                    settings = namespace["FLAGS"].config
+                    namespace["main"] = main
+                    self._activate(config or JaggConfig.from_env(**self._trainer.defaults(settings)))
+                    self._announce(settings)
+            return namespace["main"](*args, **kwargs)
+
+        require_parameters(namespace, "main", ())
+        self._wrap({"main": started_main})
+
+    @contextmanager
+    def _start_or_leave_nothing(self, is_script):
+        """On an error before JAGG has started, uninstall; a script then ends with the message alone, without a traceback."""
+        started = self.config is not None
+        try:
+            yield
+        except BaseException as error:
+            if not started:
+                self.uninstall()
+            if is_script and isinstance(error, JaggError):
+                raise SystemExit(f"jagg_patch: {error}") from None
             raise
 
-    def _with_first_step_checks(self, train_one_step):
-        """What can't be done before the first training step, since it needs the process group: compare the ranks.
-
-        Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
-        """
-        checked = reported = False
-
-        @functools.wraps(train_one_step)
-        def wrapped_train_one_step(*args, **kwargs):
-            nonlocal checked, reported
-            if not checked:
-                require_same_on_all_ranks(self.config)
-                self._announce(inspect.signature(train_one_step).bind(*args, **kwargs).arguments.get("args"))
-                checked = True
-            result = train_one_step(*args, **kwargs)
-            if not reported and self.stats.groups and is_rank_zero():
-                passes = f"{self.stats.backward_passes} transformer backward passes"
-                unpatched = self.stats.backward_passes_unpatched
-                print(f"JAGG: first training step done with {passes} instead of {unpatched}", flush=True)
-            reported = True
-            return result
-
-        return wrapped_train_one_step
+    def _report(self):
+        """After the first update with groups in it: what the plan came to."""
+        if not self._reported and self.stats.groups and is_rank_zero():
+            passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
+            print(
+                f"JAGG: first optimizer step after {passes} backward passes through the model instead of {unpatched}", flush=True
+            )
+        self._reported = True
 
     def _announce(self, args):
-        if not self._announced and is_rank_zero() and not (self.config.enabled and args is None):
+        if is_rank_zero():
             print(banner(self._trainer, self.config, args), flush=True)
-        self._announced = True
 
 
 def is_rank_zero():
@@ -118,7 +154,8 @@ def install(namespace, parser=None, config=None):
     Args:
         namespace: the trainer's `globals()`.
         parser: its argparse parser, not yet used. It gets the `--jagg_*` flags; JAGG starts when it parses, and the resolved
-            settings are then attributes of the parsed arguments. Without it JAGG starts now.
+            settings are then attributes of the parsed arguments. Without it JAGG starts now, or, in a trainer whose loop is
+            inside `main`, when `main` is called.
         config: a `JaggConfig` in place of the `JAGG_*` environment. Flags beat it.
 
     Returns:
@@ -126,43 +163,22 @@ def install(namespace, parser=None, config=None):
 
     Raises:
         JaggError: unknown trainer, bad setting, or upstream functions that aren't as expected.
-        SystemExit: the same, with a parser: a script at start-up should end with the message alone.
+        SystemExit: the same, with a parser or from a trainer's `main` as a script: that should end with the message alone.
     """
-    if parser is None:
-        settings = config or JaggConfig.from_env()
-        handle = Handle(namespace, find_trainer(namespace))
-        handle._activate(settings)
-        return handle
-
+    handle = None
     try:
-        handle = Handle(namespace, find_trainer(namespace))
-    except JaggError as error:
-        raise SystemExit(f"jagg_patch: {error}") from None
-    try:
-        add_flags(parser)
-    except argparse.ArgumentError as error:
-        handle.uninstall()
-        raise SystemExit(f"jagg_patch: the trainer has a flag of that name already: {error}") from None
-    handle._parser = parser
-    parse_known_args = parser.parse_known_args
-
-    @functools.wraps(parse_known_args)
-    def parse_and_activate(*args, **kwargs):
-        parsed, rest = parse_known_args(*args, **kwargs)
-        try:
-            settings = (config or JaggConfig.from_env()).with_flags(parsed)
-            for name, value in settings.as_dict().items():
-                setattr(parsed, FLAG_PREFIX + name, value)
-            if handle.config is None:
-                handle._activate(settings)
-                handle._announce(parsed)
-            elif settings != handle.config:
-                raise JaggError(f"the parser ran twice, with {handle.config} and {settings}\ngive both the same JAGG settings")
-        except JaggError as error:
-            if handle.config is None:
-                handle.uninstall()
+        trainer = find_trainer(namespace)
+        handle = Handle(namespace, trainer)
+        if trainer.in_main:
+            handle._activate_in_main(config)
+        elif parser is not None:
+            handle._activate_with(parser, config)
+        else:
+            handle._activate(config or JaggConfig.from_env())
+    except BaseException as error:
+        if handle is not None:
+            handle.uninstall()
+        if parser is not None and isinstance(error, JaggError):
             raise SystemExit(f"jagg_patch: {error}") from None
-        return parsed, rest
-
-    parser.parse_known_args = parse_and_activate
+        raise
     return handle

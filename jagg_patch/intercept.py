@@ -14,19 +14,26 @@ def require_parameters(namespace, function, parameters):
     """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`."""
     found = namespace.get(function)
     if not inspect.isfunction(found) or inspect.isgeneratorfunction(inspect.unwrap(found)):
-        raise _changed(namespace, f"there is no function {function}(), or it has become a generator")
+        raise changed(namespace, f"there is no function {function}(), or it has become a generator")
     missing = [name for name in parameters if name not in inspect.signature(found).parameters]
     if missing:
-        raise _changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more")
+        raise changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more")
 
 
 def require_module(namespace, name):
     """Raise `JaggError` unless `namespace` has the module `name` under its own name."""
     if namespace.get(name) is not sys.modules.get(name):
-        raise _changed(namespace, f"{name} isn't imported as {name}")
+        raise changed(namespace, f"{name} isn't imported as {name}")
 
 
-def _changed(namespace, what):
+def require_class(namespace, name):
+    """Raise `JaggError` unless `namespace[name]` is a class."""
+    if not inspect.isclass(namespace.get(name)):
+        raise changed(namespace, f"there is no class {name}")
+
+
+def changed(namespace, what):
+    """The `JaggError` to raise when the trainer in `namespace` isn't as JAGG knows it."""
     return JaggError(
         f"{namespace.get('__file__', namespace.get('__name__'))}: {what}\n"
         "upstream has changed in a place that JAGG relies on: run with JAGG_ENABLED=0, or move the patch set (see README)"
@@ -51,17 +58,16 @@ def call_lines(function, variable, method):
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except OSError:
-        raise _changed(function.__globals__, f"the source of {function.__name__}() can't be read") from None
+        raise changed(function.__globals__, f"the source of {function.__name__}() can't be read") from None
     statements = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets)
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets)
         for part in ast.walk(node.value)
         if isinstance(part, ast.Attribute) and part.attr == method
     ]
     if len(statements) != 1:
-        raise _changed(
+        raise changed(
             function.__globals__,
             f"{function.__name__}() has {len(statements)} calls of {method}() in statements `{variable} = …`, not one",
         )

@@ -2,10 +2,19 @@
 
 import math
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from .errors import JaggError
+
+
+class Steps(NamedTuple):
+    """The denoising steps of one sample: how many the rollout takes, how many could be trained, how many are (visited)."""
+
+    sampled: int
+    trainable: int
+    visited: int
 
 
 class Role(Enum):

@@ -2,12 +2,16 @@
 
 It knows nothing of upstream's names; `trainers/` calls it from the wrapped functions, in this order:
 
-    training_step( rollout_done, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
+    training_step( plan, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
+
+A trainer whose loop can't be told from the rest of its `main` is one long training step, and plans once; one that visits the
+steps in trajectory order by itself draws no order.
 """
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,7 +24,7 @@ from .plan import Role, alphas, plan_groups, step_roles
 
 @dataclass
 class Stats:
-    """Counts since `install`, on this rank."""
+    """Counts since `install`, on this rank. A step counts once, however many samples are in its batch."""
 
     training_steps: int = 0
     exact_steps: int = 0
@@ -52,6 +56,7 @@ class _Group:
         self.proxies = []
         self.timesteps = []
         self.weights = None  # α, known when the last step comes
+        self.constants = ()  # which tensors that the forward returns can't carry a gradient
         self.folded = False
 
     def close_with(self, where):
@@ -72,11 +77,15 @@ class _Group:
 
 
 class Session:
-    """Ties the plan and the joint backward to the step calls of a training loop, one rollout's update at a time."""
+    """Ties the plan and the joint backward to the step calls of a training loop, one rollout's update at a time.
 
-    def __init__(self, config):
+    `on_update` is called before every optimizer step that finds the gradient whole.
+    """
+
+    def __init__(self, config, on_update=lambda: None):
         self.config = config
         self.stats = Stats()
+        self._on_update = on_update
         self._graph_is_known = False
         self._forget()
 
@@ -84,8 +93,11 @@ class Session:
         self._in_training_step = False
         self._failed_at = None
         self._roles = ()
-        self._orders = []
-        self._n_done = 0
+        self._n_trajectory = 0
+        self._orders = []  # one a sample, or None: every sample's visited steps come in trajectory order
+        self._sample = 0  # the first one of the batch that is being visited
+        self._position = 0  # how many of its visited steps are done
+        self._batch_size = 0
         self._role = None  # of the step whose forward is running
         self._group = None
         self._solver_calls = 0
@@ -108,41 +120,56 @@ class Session:
             hook.remove()
             self._forget()
 
-    def rollout_done(self, n_trajectory, n_visited):
-        """Plan the update of a rollout: of the `n_trajectory` steps of each sample, `n_visited` will be trained."""
+    def plan(self, n_trajectory, n_visited, shuffled=True):
+        """Plan the update of a rollout, or of all of them.
+
+        Args:
+            n_trajectory: how many steps of each sample can be trained.
+            n_visited: how many of them will be.
+            shuffled: whether `order` will be asked for each sample's order; if not, the loop goes from 0 to `n_visited`.
+        """
         if not self._in_training_step:
             return
         self._require_closed("a new rollout ended")
-        groups = plan_groups(n_visited, self.config)
         self._n_trajectory = n_trajectory
-        self._roles = step_roles(n_visited, groups)
-        self._orders, self._n_done = [], 0
+        self._roles = step_roles(n_visited, plan_groups(n_visited, self.config))
+        self._orders = [] if shuffled else None
+        self._sample = self._position = 0
 
     @property
     def _routes(self):
         """Whether anything of this rollout is grouped; if not, nothing of the trainer is touched."""
         return any(role is not Role.EXACT for role in self._roles)
 
-    def order(self, permutation):
-        """The same permutation `[T]` with its visited entries, the first k, sorted: same steps, in trajectory order."""
+    def order(self, permutation, places=None):
+        """The same permutation `[T]` with its visited entries, the first k, sorted: same steps, in trajectory order.
+
+        `places` `[T]` says which trajectory step stands at each place of what is permuted, where that isn't in trajectory
+        order itself.
+        """
         if not self._routes:
             return permutation
         if len(permutation) != self._n_trajectory:
             raise JaggError(
-                f"the trainer orders {len(permutation)} steps of a sample, but --sampling_steps gives {self._n_trajectory}\n"
+                f"the trainer orders {len(permutation)} steps of a sample, but its settings say {self._n_trajectory}\n"
                 "the plan would be wrong: run with JAGG_ENABLED=0 and report this upstream version"
             )
+        if self._orders and self._sample == len(self._orders):  # all of them visited: a new pass over the rollout
+            self._orders, self._sample = [], 0
         n_visited = len(self._roles)
+        steps = permutation if places is None else places.to(permutation.device)[permutation]
+        steps, sorting = steps[:n_visited].sort()
         permutation = permutation.clone()
-        permutation[:n_visited] = permutation[:n_visited].sort().values
-        self._orders.append(permutation[:n_visited].tolist())
+        permutation[:n_visited] = permutation[:n_visited][sorting]
+        self._orders.append(steps.tolist())
         return permutation
 
     def run_step(self, index, timesteps, forward):
         """One training forward, in the grad mode that its role asks for.
 
         Args:
-            index: the step's place in the trajectory, checked against the order that was drawn.
+            index: the step's place in the trajectory, or a list of them, one for each sample of the batch; checked against
+                what the plan expects.
             timesteps: `[B]`, what the model is fed.
             forward: called once, without arguments.
 
@@ -154,20 +181,29 @@ class Session:
             return forward()
         self._require_no_failure("the loop went on")
         try:
-            return self._visit(int(index), timesteps, forward)
+            return self._visit([int(i) for i in index] if isinstance(index, list) else [int(index)], timesteps, forward)
         except BaseException:
-            sample, position = divmod(self._n_done, len(self._roles))
-            self._failed_at = self._failed_at or f"sample {sample}, visited step {position}"
+            self._failed_at = self._failed_at or f"sample {self._sample}, visited step {self._position}"
             raise
 
-    def _visit(self, index, timesteps, forward):
-        trajectory, position = divmod(self._n_done, len(self._roles))
-        where = f"sample {trajectory}, visited step {position} (trajectory step {index})"
-        if trajectory >= len(self._orders) or self._orders[trajectory][position] != index:
-            known = trajectory < len(self._orders)
-            expected = f"trajectory step {self._orders[trajectory][position]}" if known else "no further step"
+    def _expected(self, batch_size):
+        """Trajectory steps that the plan has for a batch now, one a sample; None where there are no more samples."""
+        if self._orders is None:
+            return [self._position] * batch_size
+        orders = self._orders[self._sample : self._sample + batch_size]
+        if len(orders) < batch_size or (self._position and batch_size != self._batch_size):
+            return None
+        return [order[self._position] for order in orders]
+
+    def _visit(self, indices, timesteps, forward):
+        position = self._position
+        steps = f"step {indices[0]}" if len(indices) == 1 else f"steps {indices}"
+        where = f"sample {self._sample}, visited step {position} (trajectory {steps})"
+        expected = self._expected(len(indices))
+        if indices != expected:
+            planned = "no further step" if expected is None else f"trajectory step {', '.join(map(str, expected))}"
             raise JaggError(
-                f"{where}: the plan expected {expected}, so the loop isn't the one that JAGG knows\n"
+                f"{where}: the plan expected {planned}, so the loop isn't the one that JAGG knows\n"
                 "nothing was trained on this step: run with JAGG_ENABLED=0 and report this upstream version"
             )
         role = self._roles[position]
@@ -191,25 +227,35 @@ class Session:
                 # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
                 torch.clear_autocast_cache()
         if role is not Role.EXACT:
-            self._require_through_proxy(result, where)
-        self._n_done += 1
+            self._require_through_proxy(result, where, role)
+        self._batch_size = len(indices)
+        self._position += 1
+        if self._position == len(self._roles):
+            self._position = 0
+            self._sample += self._batch_size
         if role is Role.EXACT:
             self.stats.exact_steps += 1
         else:
             self.stats.grouped_steps += 1
         return result
 
-    def _require_through_proxy(self, result, where):
+    def _require_through_proxy(self, result, where, role):
         """What a grouped forward returns must depend on the model output through the solver step alone."""
         if self._solver_calls != 1:
             raise JaggError(
                 f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
                 "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
             )
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and not tensor.requires_grad:
+        tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        if role is Role.FIRST:
+            # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
+            self._group.constants = [not tensor.requires_grad for tensor in tensors]
+            return
+        for tensor, is_constant in zip_longest(tensors, self._group.constants):
+            if tensor is None or is_constant is None or not (is_constant or tensor.requires_grad):
+                shape = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
                 raise JaggError(
-                    f"{where}: the training forward returned a tensor without a graph, of shape {list(tensor.shape)}\n"
+                    f"{where}: the training forward returned a tensor without a graph, {shape}, unlike the group's first\n"
                     "a loss on it would lose its gradient: run with JAGG_ENABLED=0 and report this upstream version"
                 )
 
@@ -280,10 +326,9 @@ class Session:
         self._graph_is_known = True
 
     def _require_last_sample_visited(self):
-        n_left = self._n_done % len(self._roles) if self._routes else 0
-        if n_left:
+        if self._routes and self._position:
             raise JaggError(
-                f"the training step ended after {n_left} of the {len(self._roles)} steps planned for its last sample\n"
+                f"the training step ended after {self._position} of the {len(self._roles)} steps planned for its last sample\n"
                 "other steps than upstream's may have been trained: run with JAGG_ENABLED=0 and report this upstream version"
             )
 
@@ -293,6 +338,7 @@ class Session:
         except JaggError:
             self._failed_at = self._failed_at or "an optimizer step"
             raise
+        self._on_update()
 
     def _require_whole(self, event):
         self._require_no_failure(event)

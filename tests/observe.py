@@ -5,7 +5,10 @@ the expected gradient comes from `group_backward` on the calls that the *unpatch
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -83,62 +86,80 @@ def local_weights(transformer):
     return torch.cat([p.detach().flatten().clone() for p in transformer.parameters()])
 
 
+@dataclass(frozen=True)
+class Loop:
+    """Where a trainer's loop takes a step: its functions, and how a step's place and timesteps are read off their arguments."""
+
+    step: str = "grpo_one_step"
+    solver: str = "flux_step"
+    index: Callable = lambda arguments: int(arguments["i"])
+    timesteps: Callable = lambda arguments: arguments["timesteps"]
+
+
 @contextmanager
-def recorded_steps(module):
-    """A list of the training forwards that `module` runs: bound arguments, and dL/d(log-probability) once it is known."""
-    original = module.grpo_one_step
-    signature, steps = inspect.signature(original), []
+def recorded_steps(module, loop=Loop()):
+    """A list of the training forwards that `module` runs: bound arguments, and s = dL/d(model output) once it is known."""
+    step, solver = getattr(module, loop.step), getattr(module, loop.solver)
+    bind, bind_solver = inspect.signature(step).bind, inspect.signature(solver).bind
+    steps = []
 
-    def recording(*args, **kwargs):
-        log_prob = original(*args, **kwargs)
-        step = {"arguments": signature.bind(*args, **kwargs).arguments}
-        steps.append(step)
-        log_prob.register_hook(lambda grad: step.update(weight=grad.clone()))
-        return log_prob
+    def recording_step(*args, **kwargs):
+        if torch.is_grad_enabled():  # not the reference model's forward
+            arguments = bind(*args, **kwargs).arguments
+            # The trainer may change a dictionary of samples later.
+            steps.append({"arguments": {name: dict(a) if isinstance(a, dict) else a for name, a in arguments.items()}})
+        return step(*args, **kwargs)
 
-    module.grpo_one_step = recording
+    def recording_solver(*args, **kwargs):
+        model_output = bind_solver(*args, **kwargs).arguments["model_output"]
+        if model_output.requires_grad:
+            model_output.register_hook(partial(steps[-1].__setitem__, "grad"))
+        return solver(*args, **kwargs)
+
+    setattr(module, loop.step, recording_step)
+    setattr(module, loop.solver, recording_solver)
     try:
         yield steps
     finally:
-        module.grpo_one_step = original
+        setattr(module, loop.step, step)
+        setattr(module, loop.solver, solver)
 
 
-def oracle_gradient(module, transformer, steps, n_visited, config):
+def model_output(module, loop, step):
+    """What the model gives for a recorded step, up to the solver step, with its graph."""
+    solver, found = getattr(module, loop.solver), []
+    bind = inspect.signature(solver).bind
+
+    def keep_model_output(*args, **kwargs):
+        found.append(bind(*args, **kwargs).arguments["model_output"])
+        return solver(*args, **kwargs)
+
+    setattr(module, loop.solver, keep_model_output)
+    try:
+        getattr(module, loop.step)(**step["arguments"])
+    finally:
+        setattr(module, loop.solver, solver)
+    return found[0]
+
+
+def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):
     """The gradient of one optimizer step that JAGG should give, from the `steps` of the unpatched trainer.
 
-    A step's loss enters as `weight * log-probability`, whose gradient is the trainer's own loss's by the chain rule.
+    A step's loss enters as `(s * v).sum()` with the s that the trainer's own loss had, whose gradient in v is s.
     """
     transformer.zero_grad()
     groups = plan_groups(n_visited, config)
     exact = range(sum(map(len, groups)), n_visited)
-    flux_step = module.flux_step
-    bind = inspect.signature(flux_step).bind
-
     for start in range(0, len(steps), n_visited):
-        sample = sorted(steps[start : start + n_visited], key=lambda step: int(step["arguments"]["i"]))
+        sample = sorted(steps[start : start + n_visited], key=lambda step: loop.index(step["arguments"]))
         for group in [*groups, *([position] for position in exact)]:
             members = [sample[position] for position in group]
-            solver_calls = {}
-
-            def velocity(j, members=members, solver_calls=solver_calls):
-                def keep_call(*args, **kwargs):
-                    solver_calls[j] = bind(*args, **kwargs)
-                    return flux_step(*args, **kwargs)
-
-                module.flux_step = keep_call
-                try:
-                    module.grpo_one_step(**members[j]["arguments"])
-                finally:
-                    module.flux_step = flux_step
-                return solver_calls[j].arguments["model_output"]
-
-            def loss(j, v_hat, members=members, solver_calls=solver_calls):
-                call = solver_calls[j]
-                call.arguments["model_output"] = v_hat
-                return (members[j]["weight"] * flux_step(*call.args, **call.kwargs)[2]).sum()
-
-            timesteps = torch.stack([member["arguments"]["timesteps"] for member in members])
-            group_backward(velocity, loss, timesteps, config)
+            group_backward(
+                lambda j, members=members: model_output(module, loop, members[j]),
+                lambda j, v_hat, members=members: (members[j]["grad"] * v_hat).sum(),
+                torch.stack([loop.timesteps(member["arguments"]) for member in members]),
+                config,
+            )
     gradient = local_gradient(transformer)
     transformer.zero_grad()
     return gradient

@@ -1,11 +1,11 @@
-"""Adapters: one module per upstream family, one table row per trainer."""
+"""Adapters: one module per shape of training loop, one table row per trainer."""
 
 from pathlib import Path
 
 from ..errors import JaggError
-from . import dancegrpo
+from . import dancegrpo, dancegrpo_sd, flow_grpo
 
-TRAINERS = dancegrpo.TRAINERS
+TRAINERS = dancegrpo.TRAINERS | dancegrpo_sd.TRAINERS | flow_grpo.TRAINERS
 
 
 def find_trainer(namespace):

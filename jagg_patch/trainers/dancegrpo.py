@@ -1,14 +1,14 @@
-"""DanceGRPO's trainers: which module-level names are wrapped, by what, and how their arguments are read."""
+"""DanceGRPO's trainers of the shared shape: which module-level names are wrapped, by what, and how their arguments are read."""
 
 import functools
 import inspect
 from dataclasses import dataclass
 
-import torch
-
 from ..cost import StepCost
 from ..errors import JaggError
-from ..intercept import ForwardingModule, call_lines, called_from, require_module, require_parameters
+from ..intercept import call_lines, require_module, require_parameters
+from ..plan import Steps
+from . import wrap
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class DanceGrpoTrainer:
     name: str
     permutation: str = "perms"
     backward_cost: float = 2.0  # in forwards: the gradients of the activations and of the weights
+    always_checkpoints: bool = False  # its --gradient_checkpointing is read by nobody
 
+    in_main = False
     parameters = {
         "train_one_step": ("args",),
         "sample_reference_model": ("args",),
@@ -40,25 +42,28 @@ class DanceGrpoTrainer:
     def _permutation_lines(self, namespace):
         return call_lines(namespace["train_one_step"], self.permutation, "randperm")
 
-    def visited_steps(self, args):
-        """`(T - 1, k)`: steps of a trajectory that can be trained (never the last one), and how many of them are."""
+    def defaults(self, args):
+        """Settings whose default isn't JaggConfig's."""
+        return {}
+
+    def steps(self, args):
+        """The `Steps` of a sample under the trainer's parsed `args`; its last step is never trained."""
         if args.sampling_steps is None:
             raise JaggError("--sampling_steps is not set\nthe steps of a trajectory can't be planned without it: pass it")
-        n_trajectory = args.sampling_steps - 1
-        return n_trajectory, int(n_trajectory * args.timestep_fraction)
+        trainable = args.sampling_steps - 1
+        return Steps(args.sampling_steps, trainable, int(trainable * args.timestep_fraction))
 
     def step_cost(self, args):
         """A step's cost for the cost model, with the share of blocks under activation checkpointing."""
-        recompute = float(args.selective_checkpointing) if args.gradient_checkpointing else 0.0
-        return StepCost(backward=self.backward_cost, recompute=recompute)
+        checkpoints = self.always_checkpoints or args.gradient_checkpointing
+        return StepCost(backward=self.backward_cost, recompute=float(args.selective_checkpointing) if checkpoints else 0.0)
+
+    def start(self, namespace, begin):
+        """`{name: replacement}` that calls `begin()` before the first training step, when the ranks can talk."""
+        return wrap.start_with(namespace, "train_one_step", begin, before=True)
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
-        permutation_lines = self._permutation_lines(namespace)
-
-        def with_binder(name):
-            return namespace[name], inspect.signature(namespace[name]).bind
-
         train_one_step = namespace["train_one_step"]
 
         @functools.wraps(train_one_step)
@@ -66,41 +71,25 @@ class DanceGrpoTrainer:
             with session.training_step():
                 return train_one_step(*args, **kwargs)
 
-        sample_reference_model, bind_rollout = with_binder("sample_reference_model")
+        sample_reference_model = namespace["sample_reference_model"]
+        bind_rollout = inspect.signature(sample_reference_model).bind
 
         @functools.wraps(sample_reference_model)
         def wrapped_sample_reference_model(*args, **kwargs):
             result = sample_reference_model(*args, **kwargs)
-            session.rollout_done(*self.visited_steps(bind_rollout(*args, **kwargs).arguments["args"]))
+            steps = self.steps(bind_rollout(*args, **kwargs).arguments["args"])
+            session.plan(steps.trainable, steps.visited)
             return result
 
-        grpo_one_step, bind_step = with_binder("grpo_one_step")
-
-        @functools.wraps(grpo_one_step)
-        def wrapped_grpo_one_step(*args, **kwargs):
-            arguments = bind_step(*args, **kwargs).arguments
-            forward = functools.partial(grpo_one_step, *args, **kwargs)
-            return session.run_step(arguments["i"], arguments["timesteps"], forward)
-
-        flux_step, bind_solver = with_binder("flux_step")
-
-        @functools.wraps(flux_step)
-        def wrapped_flux_step(*args, **kwargs):
-            bound = bind_solver(*args, **kwargs)
-            with session.solver_input(bound.arguments["model_output"]) as model_output:
-                bound.arguments["model_output"] = model_output
-                return flux_step(*bound.args, **bound.kwargs)
-
-        def wrapped_randperm(*args, **kwargs):
-            permutation = torch.randperm(*args, **kwargs)
-            return session.order(permutation) if called_from(permutation_lines) else permutation
+        def read(arguments):
+            return arguments["i"], arguments["timesteps"]
 
         return {
             "train_one_step": wrapped_train_one_step,
             "sample_reference_model": wrapped_sample_reference_model,
-            "grpo_one_step": wrapped_grpo_one_step,
-            "flux_step": wrapped_flux_step,
-            "torch": ForwardingModule(namespace["torch"], randperm=wrapped_randperm),
+            "grpo_one_step": wrap.training_forward(namespace["grpo_one_step"], session, read),
+            "flux_step": wrap.solver_step(namespace["flux_step"], session),
+            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
         }
 
 
@@ -110,5 +99,10 @@ TRAINERS = {
     for trainer in (
         DanceGrpoTrainer("train_grpo_flux"),
         DanceGrpoTrainer("train_grpo_flux_lora", backward_cost=1.0),  # frozen weights get no gradient
+        DanceGrpoTrainer("train_grpo_qwenimage", always_checkpoints=True),
+        DanceGrpoTrainer("train_grpo_qwenimage_edit", always_checkpoints=True),
+        DanceGrpoTrainer("train_grpo_hunyuan"),
+        DanceGrpoTrainer("train_grpo_skyreels_i2v"),
+        DanceGrpoTrainer("train_grpo_wan_2_1"),
     )
 }

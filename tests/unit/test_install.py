@@ -99,7 +99,7 @@ def test_off_and_nothing_routed_are_bit_identical(load, settings, capsys):
     assert run(module)[0] == visited
     _, patched_gradients, patched_rng = run(module)
     assert torch.equal(patched_gradients, gradients) and torch.equal(patched_rng, rng)
-    assert "first training step" not in capsys.readouterr().out
+    assert "first optimizer step" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.6, 0.5])  # 0.5 of 15 steps are 7, not 8
@@ -232,7 +232,7 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
     ]
     for _ in range(2):
         run(module, timestep_fraction=0.6)
-    assert capsys.readouterr().out == "JAGG: first training step done with 12 transformer backward passes instead of 18\n"
+    assert capsys.readouterr().out == "JAGG: first optimizer step after 12 backward passes through the model instead of 18\n"
 
 
 def test_banner_only_on_rank_zero(load, capsys, monkeypatch):

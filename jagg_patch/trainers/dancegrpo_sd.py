@@ -1,0 +1,127 @@
+"""DanceGRPO's Stable Diffusion trainer: everything inside `main`, a UNet under accelerate, batches of several samples.
+
+Its forward isn't a function of its own, so the UNet that `Accelerator.prepare` returns is followed instead, and the proxy
+stands for the UNet's own output, before guidance.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ..cost import StepCost
+from ..intercept import call_lines, changed, require_class, require_module, require_parameters
+from ..plan import Steps
+from . import wrap
+
+
+class _Rollout:
+    """Which trajectory step stands at each place of each sample: the loop permutes what earlier passes have permuted."""
+
+    def __init__(self):
+        self.index_of = {}  # timestep: trajectory step
+        self._places = []  # one `[T - 1]` a sample
+        self._n_drawn = 0
+
+    def add(self, n_samples, timesteps):
+        """`timesteps` `[T]` of the scheduler, of which the last is never trained."""
+        if self._n_drawn:
+            self.__init__()
+        self.index_of = {t: index for index, t in enumerate(timesteps[:-1].tolist())}
+        self._places += [torch.arange(len(timesteps) - 1)] * n_samples
+
+    def order(self, session, permutation):
+        sample = self._n_drawn % len(self._places)
+        self._n_drawn += 1
+        ordered = session.order(permutation, self._places[sample])
+        self._places[sample] = self._places[sample][ordered.cpu()]
+        return ordered
+
+    def indices(self, timesteps):
+        """The trajectory steps of `[B]` timesteps; a timestep that the scheduler doesn't have is -1."""
+        return [self.index_of.get(t, -1) for t in timesteps.tolist()]
+
+
+@dataclass(frozen=True)
+class StableDiffusionTrainer:
+    """`main` is the whole trainer; `permutation` is the variable in it that orders the timesteps."""
+
+    name: str
+    permutation: str = "perms"
+
+    in_main = True
+
+    def check(self, namespace):
+        """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
+        require_parameters(namespace, "main", ())
+        require_parameters(namespace, "pipeline_with_logprob", ("self",))
+        require_class(namespace, "Accelerator")
+        require_module(namespace, "torch")
+        call_lines(namespace["main"], self.permutation, "randperm")
+
+    def defaults(self, config):
+        """Settings whose default isn't JaggConfig's."""
+        return {}
+
+    def steps(self, config):
+        """The `Steps` of a sample under `FLAGS.config`; its last step is never trained."""
+        trainable = config.sample.num_steps - 1
+        return Steps(config.sample.num_steps, trainable, int(trainable * config.train.timestep_fraction))
+
+    def step_cost(self, config):
+        """A step's cost for the cost model; the UNet isn't checkpointed."""
+        return StepCost(backward=1.0 if config.use_lora else 2.0, recompute=0.0)
+
+    def start(self, namespace, begin):
+        """`{name: replacement}` that calls `begin()` once the `Accelerator` has started the process group."""
+        return wrap.start_with_accelerator(namespace, begin)
+
+    def wrappers(self, namespace, session):
+        """`{name: replacement}` for `namespace`; every replacement calls the original."""
+        rollout = _Rollout()
+        flags, lines = namespace["FLAGS"], call_lines(namespace["main"], self.permutation, "randperm")
+        pipeline_with_logprob = namespace["pipeline_with_logprob"]
+
+        @functools.wraps(pipeline_with_logprob)
+        def wrapped_pipeline_with_logprob(pipeline, *args, **kwargs):
+            result = pipeline_with_logprob(pipeline, *args, **kwargs)
+            _, _, _, log_probs = result
+            rollout.add(len(log_probs[0]), pipeline.scheduler.timesteps)
+            steps = self.steps(flags.config)
+            session.plan(steps.trainable, steps.visited)
+            return result
+
+        def after_init(accelerator):
+            wrap.require_known_engine(accelerator)
+            wrap.require_whole_accumulation(accelerator, self.steps(flags.config).visited)
+
+        def after_prepare(prepared):
+            models = [item for item in prepared if isinstance(item, torch.nn.Module)]
+            if len(models) != 1:
+                raise changed(namespace, f"Accelerator.prepare() is given {len(models)} models, not the UNet alone")
+            models[0].forward = self._forward(models[0].forward, session, rollout, flags)
+
+        return {
+            "main": wrap.whole_main(namespace["main"], session),
+            "pipeline_with_logprob": wrapped_pipeline_with_logprob,
+            "Accelerator": wrap.accelerator(namespace["Accelerator"], after_init, after_prepare),
+            "torch": wrap.torch_with_order(namespace["torch"], lines, functools.partial(rollout.order, session)),
+        }
+
+    def _forward(self, forward, session, rollout, flags):
+        @functools.wraps(forward)
+        def wrapped_forward(sample, timestep, *args, **kwargs):
+            def forward_to_proxy():
+                output = forward(sample, timestep, *args, **kwargs)
+                with session.solver_input(output.sample) as output.sample:
+                    return output
+
+            if not session.visits:
+                return forward(sample, timestep, *args, **kwargs)
+            own = timestep.chunk(2)[0] if flags.config.train.cfg else timestep  # with guidance the batch is there twice
+            return session.run_step(rollout.indices(own), timestep, forward_to_proxy)
+
+        return wrapped_forward
+
+
+TRAINERS = {trainer.name: trainer for trainer in (StableDiffusionTrainer("train_grpo_sd"),)}

@@ -1,0 +1,108 @@
+"""Flow-GRPO's trainers: the loop is inside `main`, the training forward and the solver step are functions of their own."""
+
+from dataclasses import dataclass
+
+from ..cost import StepCost
+from ..intercept import require_class, require_parameters
+from ..plan import Steps
+from . import wrap
+
+
+@dataclass(frozen=True)
+class FlowGrpoTrainer:
+    """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step.
+
+    `trains_window` says that it trains the SDE window where one is set, else all steps but the last, and not
+    `timestep_fraction` of them. `is_accelerate` says who starts the
+    process group: accelerate, or the trainer's own `init_distributed`.
+    """
+
+    name: str
+    trains_window: bool = False
+    checkpoints: bool | str = False  # or the name of the setting that says so
+    is_accelerate: bool = True
+
+    in_main = True
+    parameters = {
+        "main": (),
+        "compute_log_prob": ("sample", "j"),
+        "sde_step_with_logprob": ("model_output",),
+    }
+
+    def check(self, namespace):
+        """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
+        for function, parameters in self.parameters.items():
+            require_parameters(namespace, function, parameters)
+        if self.is_accelerate:
+            require_class(namespace, "Accelerator")
+        else:
+            require_parameters(namespace, "init_distributed", ())
+
+    def _window(self, config):
+        return config.sample.sde_window_size if self.trains_window else 0
+
+    def defaults(self, config):
+        """Settings whose default isn't JaggConfig's: a window is too short for a fraction of it: all of it is routed."""
+        return {"frac": 1.0} if self._window(config) else {}
+
+    def steps(self, config):
+        """The `Steps` of a sample under `FLAGS.config`."""
+        sampled = config.sample.num_steps
+        if self.trains_window:
+            trained = self._window(config) or sampled - 1
+        else:
+            trained = int(sampled * config.train.timestep_fraction)
+        return Steps(sampled, trained, trained)
+
+    def step_cost(self, config):
+        """A step's cost for the cost model, with the forward of the reference model."""
+        checkpoints = config.get(self.checkpoints, False) if isinstance(self.checkpoints, str) else self.checkpoints
+        return StepCost(
+            backward=1.0 if config.use_lora else 2.0, recompute=float(checkpoints), reference=float(config.train.beta > 0)
+        )
+
+    def start(self, namespace, begin):
+        """`{name: replacement}` that calls `begin()` once the ranks can talk."""
+        if self.is_accelerate:
+            return wrap.start_with_accelerator(namespace, begin)
+        return wrap.start_with(namespace, "init_distributed", begin)
+
+    def wrappers(self, namespace, session):
+        """`{name: replacement}` for `namespace`; every replacement calls the original."""
+        flags = namespace["FLAGS"]
+
+        def plan():
+            steps = self.steps(flags.config)
+            session.plan(steps.trainable, steps.visited, shuffled=False)
+
+        def read(arguments):
+            return arguments["j"], arguments["sample"]["timesteps"][:, arguments["j"]]
+
+        def after_init(accelerator):
+            wrap.require_known_engine(accelerator)
+            wrap.require_whole_accumulation(accelerator, self.steps(flags.config).visited)
+
+        wrapped = {
+            "main": wrap.whole_main(namespace["main"], session, plan),
+            "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
+            "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session),
+        }
+        if self.is_accelerate:
+            wrapped["Accelerator"] = wrap.accelerator(namespace["Accelerator"], after_init)
+        return wrapped
+
+
+TRAINERS = {
+    trainer.name: trainer
+    for trainer in (
+        FlowGrpoTrainer("train_sd3"),
+        FlowGrpoTrainer("train_sd3_fast", trains_window=True),
+        FlowGrpoTrainer("train_sd3_GRPO_Guard"),
+        FlowGrpoTrainer("train_flux"),
+        FlowGrpoTrainer("train_flux_fast", trains_window=True),
+        FlowGrpoTrainer("train_flux_kontext"),
+        FlowGrpoTrainer("train_wan2_1", checkpoints=True),
+        FlowGrpoTrainer("train_qwenimage", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
+        FlowGrpoTrainer("train_qwenimage_edit", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
+    )
+}

@@ -1,0 +1,118 @@
+"""Wrappers that the adapters share. Each calls the original, once."""
+
+import functools
+import inspect
+
+from ..errors import JaggError
+from ..intercept import ForwardingModule, called_from
+
+
+def training_forward(function, session, read):
+    """`function` runs one training forward; `read(arguments)` gives its `(index, timesteps)`."""
+    bind = inspect.signature(function).bind
+
+    @functools.wraps(function)
+    def wrapped_forward(*args, **kwargs):
+        index, timesteps = read(bind(*args, **kwargs).arguments)
+        return session.run_step(index, timesteps, functools.partial(function, *args, **kwargs))
+
+    return wrapped_forward
+
+
+def solver_step(function, session):
+    """`function` is the solver step inside a training forward; its parameter `model_output` becomes the proxy."""
+    bind = inspect.signature(function).bind
+
+    @functools.wraps(function)
+    def wrapped_solver_step(*args, **kwargs):
+        bound = bind(*args, **kwargs)
+        with session.solver_input(bound.arguments["model_output"]) as model_output:
+            bound.arguments["model_output"] = model_output
+            return function(*bound.args, **bound.kwargs)
+
+    return wrapped_solver_step
+
+
+def torch_with_order(torch, lines, order):
+    """The module `torch`, but `randperm` called from `lines` returns `order(permutation)`."""
+
+    def wrapped_randperm(*args, **kwargs):
+        permutation = torch.randperm(*args, **kwargs)
+        return order(permutation) if called_from(lines) else permutation
+
+    return ForwardingModule(torch, randperm=wrapped_randperm)
+
+
+def whole_main(main, session, plan=lambda: None):
+    """`main` as one long training step, planned at once."""
+
+    @functools.wraps(main)
+    def wrapped_main(*args, **kwargs):
+        with session.training_step():
+            plan()
+            return main(*args, **kwargs)
+
+    return wrapped_main
+
+
+def accelerator(cls, after_init, after_prepare=lambda prepared: None):
+    """A subclass of accelerate's `Accelerator` that reports when it is made, and what `prepare` returned."""
+
+    def __init__(self, *args, **kwargs):
+        super(subclass, self).__init__(*args, **kwargs)
+        after_init(self)
+
+    def prepare(self, *args, **kwargs):
+        prepared = super(subclass, self).prepare(*args, **kwargs)
+        after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
+        return prepared
+
+    subclass = type(cls.__name__, (cls,), {"__init__": __init__, "prepare": prepare, "__doc__": cls.__doc__})
+    return subclass
+
+
+def start_with_accelerator(namespace, begin):
+    """`{name: replacement}` that calls `begin()` once accelerate has started the process group."""
+    if not inspect.isclass(namespace.get("Accelerator")):
+        return {}
+    return {"Accelerator": accelerator(namespace["Accelerator"], lambda made: begin())}
+
+
+def start_with(namespace, name, begin, before=False):
+    """`{name: replacement}` that calls `begin()` after the first call of that function, or before it."""
+    if name not in namespace:
+        return {}
+    function, begun = namespace[name], False
+
+    @functools.wraps(function)
+    def started_function(*args, **kwargs):
+        nonlocal begun
+        first, begun = not begun, True
+        if first and before:
+            begin()
+        result = function(*args, **kwargs)
+        if first and not before:
+            begin()
+        return result
+
+    return {name: started_function}
+
+
+def require_known_engine(accelerator):
+    """Raise `JaggError` for an engine of accelerate's that JAGG hasn't been shown to be right on."""
+    engine = accelerator.distributed_type.value
+    if engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+        raise JaggError(
+            f"accelerate runs {engine} here, and JAGG's joint backward hasn't been shown to be right on it\n"
+            "launch with scripts/accelerate_configs/multi_gpu.yaml (DDP), or run with JAGG_ENABLED=0"
+        )
+
+
+def require_whole_accumulation(accelerator, n_visited):
+    """Raise `JaggError` unless gradients sync at the last visited step of a sample, where no group is open."""
+    n_micro_steps = accelerator.gradient_accumulation_steps
+    if n_visited and n_micro_steps % n_visited:
+        raise JaggError(
+            f"accelerate syncs gradients every {n_micro_steps} steps, not a multiple of the {n_visited} trained per sample\n"
+            "that could be inside a group: unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or run with JAGG_ENABLED=0"
+        )

@@ -1,6 +1,7 @@
-"""Runs under torchrun: the real Flux trainer's `train_one_step` on a tiny Flux, in one cell of settings after another.
+"""Runs under torchrun: a real DanceGRPO trainer's `train_one_step` on a tiny model, in one cell of settings after another.
 
-usage: torchrun ... cells.py CHECKOUT TRAINER OUT; writes OUT/rank{N}.pt. The tests that read them are in test_upstream.py.
+usage: torchrun ... cells.py CHECKOUT TRAINER OUT; writes OUT/rank{N}.pt. What a trainer is given is in setups/, a module each;
+the tests that read the cells are in test_dancegrpo.py.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from pathlib import Path
 import standins
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, FluxTransformer2DModel
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 
 from jagg_patch import JaggConfig, install
@@ -57,26 +57,6 @@ CELLS = {
 ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default": "unpatched", "fraction W=4": "fraction"}
 
 
-def build_transformer(fsdp_util, lora):
-    """A tiny Flux, wrapped by upstream's own helpers as its main() does."""
-    torch.manual_seed(0)
-    transformer = FluxTransformer2DModel(**standins.TINY_FLUX)
-    if lora:
-        from peft import LoraConfig
-
-        transformer.requires_grad_(False)
-        targets = ["to_k", "to_q", "to_v", "to_out.0"]
-        transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets))
-    kwargs, blocks = fsdp_util.get_dit_fsdp_kwargs(transformer, "full", lora, False, "fp32")
-    if lora:
-        transformer._no_split_modules = [block.__name__ for block in blocks]
-        kwargs["auto_wrap_policy"] = kwargs["auto_wrap_policy"](transformer)
-        kwargs["sync_module_states"] = False  # every rank drew the same weights; on a CPU FSDP1 can't broadcast them
-    transformer = torch.distributed.fsdp.FullyShardedDataParallel(transformer, **kwargs)
-    fsdp_util.apply_fsdp_checkpointing(transformer, blocks, 1)
-    return transformer
-
-
 def in_trajectory_order(namespace, n_visited):
     """What the interception does to the order, and nothing else."""
 
@@ -91,20 +71,13 @@ def in_trajectory_order(namespace, n_visited):
 def main(checkout, name, out):
     torch.set_num_threads(1)
     standins.install(checkout)
-    trainer = importlib.import_module(f"fastvideo.{name}")
-    fsdp_util = importlib.import_module("fastvideo.utils.fsdp_util")
+    setup = importlib.import_module(f"setups.{name.removeprefix('train_grpo_')}")
     dist.init_process_group("gloo")
+    trainer, transformer, train_arguments = setup.build(f"fastvideo.{name}")
     rank = dist.get_rank()
-    device = torch.device("cpu")
 
-    transformer = build_transformer(fsdp_util, lora=name.endswith("_lora"))
     observer = Observer(transformer)
     initial = [parameter.detach().clone() for parameter in transformer.parameters()]
-    torch.manual_seed(1)
-    vae = AutoencoderKL(**standins.TINY_VAE).to(torch.bfloat16)
-    prompts = [standins.make_prompt(10 * rank + number) for number in range(2)]
-    *embeds, captions = zip(*prompts, strict=True)
-    batch = (*(torch.stack(embed) for embed in embeds), list(captions))
 
     def restore():
         for parameter, value in zip(transformer.parameters(), initial, strict=True):
@@ -112,7 +85,7 @@ def main(checkout, name, out):
         transformer.zero_grad()
 
     def run(changes, settings):
-        args = argparse.Namespace(**(ARGS | changes))
+        args = argparse.Namespace(**(ARGS | setup.ARGS | changes))
         restore()
         torch.manual_seed(42 + rank)
         optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=1e-5)
@@ -122,22 +95,9 @@ def main(checkout, name, out):
             in_trajectory_order(vars(trainer), args.sampling_steps - 1)
         elif settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings))
-        arguments = dict(
-            args=args,
-            device=device,
-            transformer=transformer,
-            vae=vae,
-            reward_model=standins.TinyReward(),
-            tokenizer=standins.tokenize,
-            optimizer=optimizer,
-            lr_scheduler=schedule,
-            loader=iter([batch]),
-            noise_scheduler=None,
-            max_grad_norm=1e9,
-            preprocess_val=standins.preprocess,
+        arguments = train_arguments() | dict(
+            args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9
         )
-        if not name.endswith("_lora"):
-            arguments["ema_handler"] = None
         try:
             with observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
                 trainer.train_one_step(**arguments)

@@ -1,4 +1,4 @@
-"""DanceGRPO's real Flux trainers on a CPU, nothing in them edited but the hook.
+"""DanceGRPO's real trainers on a CPU, nothing in them edited but the hook.
 
 They need a checkout: DANCEGRPO_DIR, or upstream/DanceGRPO. What a CPU box can't have is stood in for in standins.py.
 """
@@ -18,8 +18,11 @@ from launch import ROOT, torchrun
 HERE = Path(__file__).parent
 CHECKOUT = Path(os.environ.get("DANCEGRPO_DIR") or ROOT / "upstream/DanceGRPO").resolve()
 N_SAMPLES = 4
-# FSDP units under the root: the four blocks; with LoRA each trainable adapter layer is one more.
-N_UNITS = {"train_grpo_flux": 4, "train_grpo_flux_lora": 60}
+# name: (ranks to run, FSDP units under the root: the blocks; with LoRA each trainable adapter layer is one more)
+TRAINERS = {
+    "train_grpo_flux": ((1, 2), 4),
+    "train_grpo_flux_lora": ((2,), 60),
+}
 
 if not (CHECKOUT / "fastvideo/train_grpo_flux.py").is_file():
     reason = "needs a DanceGRPO checkout: run ./apply.sh (it clones one), or set DANCEGRPO_DIR"
@@ -46,8 +49,8 @@ def paths(*folders):
 
 @pytest.fixture(
     scope="module",
-    params=[("train_grpo_flux", 1), ("train_grpo_flux", 2), ("train_grpo_flux_lora", 2)],
-    ids=["flux, 1 rank", "flux, 2 ranks", "lora, 2 ranks"],
+    params=[(name, n_ranks) for name, (ranks, _) in TRAINERS.items() for n_ranks in ranks],
+    ids=lambda param: f"{param[0].removeprefix('train_grpo_')}, {param[1]} ranks",
 )
 def cells(request, checkout, tmp_path_factory):
     name, n_ranks = request.param
@@ -87,7 +90,7 @@ def test_groups_of_two_are_exact_and_larger_ones_are_not(cells):
 )
 def test_backward_passes_and_all_gathers_are_the_planned_ones(cells, cell, passes, autograd_calls):
     name, ranks = cells
-    gathers = N_UNITS[name] if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
+    gathers = TRAINERS[name][1] if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
     for records in ranks:
         assert records[cell]["passes"] == N_SAMPLES * passes
         assert records[cell]["gathers"] == [gathers] * N_SAMPLES * autograd_calls

@@ -1,0 +1,51 @@
+"""A tiny Flux, wrapped by upstream's own helpers as its main() does; with LoRA for the trainer of that name."""
+
+import importlib
+
+import standins
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+
+ARGS = {}  # beside those of cells.py
+
+
+def build(name, lora=False):
+    """The trainer's module, the wrapped model, and the arguments of train_one_step that every cell gets anew."""
+    trainer = importlib.import_module(name)
+    fsdp_util = importlib.import_module("fastvideo.utils.fsdp_util")
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(**standins.TINY_FLUX)
+    if lora:
+        from peft import LoraConfig
+
+        transformer.requires_grad_(False)
+        targets = ["to_k", "to_q", "to_v", "to_out.0"]
+        transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets))
+    kwargs, blocks = fsdp_util.get_dit_fsdp_kwargs(transformer, "full", lora, False, "fp32")
+    if lora:
+        transformer._no_split_modules = [block.__name__ for block in blocks]
+        kwargs["auto_wrap_policy"] = kwargs["auto_wrap_policy"](transformer)
+        kwargs["sync_module_states"] = False  # every rank drew the same weights; on a CPU FSDP1 can't broadcast them
+    transformer = torch.distributed.fsdp.FullyShardedDataParallel(transformer, **kwargs)
+    fsdp_util.apply_fsdp_checkpointing(transformer, blocks, 1)
+
+    torch.manual_seed(1)
+    vae = AutoencoderKL(**standins.TINY_VAE).to(torch.bfloat16)
+    prompts = [standins.make_prompt(10 * dist.get_rank() + number) for number in range(2)]
+    *embeds, captions = zip(*prompts, strict=True)
+    batch = (*(torch.stack(embed) for embed in embeds), list(captions))
+
+    def arguments():
+        given = dict(
+            device=torch.device("cpu"),
+            vae=vae,
+            reward_model=standins.TinyReward(),
+            tokenizer=standins.tokenize,
+            loader=iter([batch]),
+            noise_scheduler=None,
+            preprocess_val=standins.preprocess,
+        )
+        return given if lora else given | dict(ema_handler=None)
+
+    return trainer, transformer, arguments

@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Put JAGG into a DanceGRPO checkout, look at it, take it out again, or run the demo. See usage() below.
+# Put JAGG into a DanceGRPO or Flow-GRPO checkout, look at it, take it out again, or run the demo. See usage() below.
 set -euo pipefail
 # DIR decides, not what a git hook or the shell left in the environment.
 mapfile -t left_by_git < <(git rev-parse --local-env-vars 2>/dev/null)
 unset CDPATH "${left_by_git[@]}"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-patches=$here/patches/dancegrpo
-default_dir=$here/upstream/DanceGRPO
-module=fastvideo/jagg_patch # where the trainers import it from: torchrun puts their folder first on the path
 hook='jagg_patch.install(globals()'
 
 usage() {
   cat <<EOF
 usage: ./apply.sh [ACTION] [--commit] [--only TRAINER] [DIR]
 
-DIR is a DanceGRPO checkout or unpacked tarball; without it, upstream/DanceGRPO, cloned at the pinned commit if absent.
+DIR is a DanceGRPO or Flow-GRPO checkout, or unpacked tarball; which of them is told by its files. Without DIR: upstream/DanceGRPO
+and upstream/flow_grpo, those that are there. When applying, upstream/DanceGRPO, or upstream/flow_grpo where that is named, is
+cloned at the pinned commit if absent.
 
   (no action)       apply the patches and put the module beside the trainers; applying again updates both
   --check           say what applying would do to each trainer; change nothing
@@ -25,7 +24,7 @@ DIR is a DanceGRPO checkout or unpacked tarball; without it, upstream/DanceGRPO,
   --help            this text
 
   --commit          apply or reverse as git commits, so that git rebase carries them to a later upstream
-  --only TRAINER    one trainer, e.g. train_grpo_flux, for checkouts that lack the others; may be repeated
+  --only TRAINER    one trainer, e.g. train_grpo_flux; may be repeated. Without it, all that the checkout has
 
 exit status: 0 done, or already done; 1 refused, with the file and the reason, and nothing changed; 2 bad usage
 EOF
@@ -40,17 +39,43 @@ die() { # status, lines
 
 bad_usage() { die 2 "$1" "./apply.sh --help shows the usage"; }
 
-# -- the patches
+# -- the upstreams and their patches
 
-pin() { git config --file "$here/upstream/pins.ini" --get-all "dancegrpo.$1"; }
+upstreams=(dancegrpo flow_grpo)
+
+pin() { git config --file "$here/upstream/pins.ini" --get-all "upstream.$upstream.$1"; }
+
+use() { # an upstream: what follows is about it
+  upstream=$1
+  patches=$here/patches/$upstream
+  module=$(pin module)
+}
 
 all_trainers() { sed -n '/^#/d; s/\.patch$//p' "$patches/series"; }
 
-selected() { # those of --only if given, in series order
-  if [ ${#only[@]} -eq 0 ]; then all_trainers; else all_trainers | grep -xF "$(printf '%s\n' "${only[@]}")"; fi
+every_trainer() { # of every upstream
+  local upstream patches module
+  for upstream in "${upstreams[@]}"; do
+    use "$upstream"
+    all_trainers
+  done
+}
+
+is_selected() { [ ${#only[@]} -eq 0 ] || printf '%s\n' "${only[@]}" | grep -qxF -e "$1"; }
+
+selected() { # those of --only if given, else those that the checkout has, in series order
+  local name
+  for name in $(all_trainers); do
+    if [ ${#only[@]} -eq 0 ] && ! has_file "$name"; then continue; fi
+    if is_selected "$name"; then echo "$name"; fi
+  done
 }
 
 target_of() { sed -n 's|^+++ b/||p' "$patches/$1.patch"; }
+
+context_of() { sed -n '/^@@/,$s/^ //p' "$patches/$1.patch"; } # the line before which the hook goes
+
+has_file() { [ -e "$dir/$(target_of "$1")" ] || [ -L "$dir/$(target_of "$1")" ]; }
 
 in_dir() { git -C "$dir" -c core.autocrlf=false -c apply.whitespace=nowarn "$@"; }
 
@@ -85,7 +110,7 @@ state_of() {
   local file
   file=$(target_of "$1")
   if [ ! -f "$dir/$file" ]; then
-    echo "the file is missing; if this checkout never had it, name the trainers that it has with --only"
+    echo "the file is missing"
   elif [ -L "$dir/$file" ] || [ -L "$(dirname "$dir/$file")" ]; then
     echo "a symbolic link, which git does not patch; put the file itself there, or name the folder that it is in"
   elif has_hook "$1"; then
@@ -94,10 +119,10 @@ state_of() {
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
     if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
-  elif grep -q $'args = parser.parse_args()\r$' "$dir/$file"; then
+  elif tr '\r' '@' <"$dir/$file" | grep -qxF "$(context_of "$1")@"; then
     echo "its lines end in CRLF; convert it (dos2unix), then apply again"
   else
-    echo "the line before which the hook goes ('args = parser.parse_args()') was changed; restore it or see 'Moving to a new upstream' in the README"
+    echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; restore it or see 'Moving to a new upstream' in the README"
   fi
 }
 
@@ -118,6 +143,11 @@ report() { # a line a trainer, with $1 for those that aren't patched yet; return
       *) state="refused: $state" status=1 ;;
     esac
     printf '  %-40s %s\n' "$(target_of "$name")" "$state"
+  done
+  for name in $(all_trainers); do
+    if ! has_file "$name" && is_selected "$name" && [ ${#only[@]} -eq 0 ]; then
+      printf '  %-40s %s\n' "$(target_of "$name")" "not in this checkout"
+    fi
   done
   return $status
 }
@@ -225,22 +255,46 @@ finish() {
 
 # -- reasons to refuse
 
-require_upstream() {
-  local file said
-  [ -d "$dir" ] || die 1 "$dir: no such directory" "name your checkout, or let ./apply.sh without an argument clone one"
-  mapfile -t files < <(pin file)
-  for file in "${files[@]}"; do
-    if [ -f "$dir/$file" ]; then
-      if [ -e "$dir/.git" ] && ! said=$(git -C "$dir" rev-parse --git-dir 2>&1); then die 1 "$dir: git can't read it" "$said"; fi
-      return
-    fi
+upstreams_in() { # a directory: those that it has a trainer of
+  local upstream patches module file
+  for upstream in "${upstreams[@]}"; do
+    use "$upstream"
+    while read -r file; do
+      if [ -f "$1/$file" ]; then
+        echo "$upstream"
+        break
+      fi
+    done < <(pin file)
   done
-  die 1 "$dir is not a DanceGRPO checkout: it has none of" "${files[@]}"
+}
+
+require_upstream() { # and use it
+  local said found targets
+  [ -d "$dir" ] || die 1 "$dir: no such directory" "name your checkout, or let ./apply.sh without an argument clone one"
+  mapfile -t found < <(upstreams_in "$dir")
+  case ${#found[@]} in
+    0)
+      mapfile -t targets < <(every_target)
+      die 1 "$dir is neither a DanceGRPO nor a Flow-GRPO checkout: it has none of" "${targets[@]}"
+      ;;
+    1) use "${found[0]}" ;;
+    *) die 1 "$dir has trainers of several upstreams (${found[*]})" "give each a folder of its own" ;;
+  esac
+  if [ -e "$dir/.git" ] && ! said=$(git -C "$dir" rev-parse --git-dir 2>&1); then die 1 "$dir: git can't read it" "$said"; fi
+  if [ -z "$(selected)" ]; then die 1 "$dir is a $(pin folder) checkout, without ${only[*]}" "its trainers are $(all_trainers | xargs)"; fi
+}
+
+every_target() {
+  local upstream patches module
+  for upstream in "${upstreams[@]}"; do
+    use "$upstream"
+    pin file
+  done
 }
 
 require_room_for_module() {
   local place
-  for place in "$dir/fastvideo" "$exclude"; do
+  for place in "$(dirname "$dir/$module")" "$exclude"; do
     if [ -e "$place" ] && is_read_only "$place"; then die 1 "$place: it is read-only, and has to change" "make it writable (chmod u+w)"; fi
   done
 }
@@ -281,10 +335,14 @@ committed() { git -C "$dir" show "HEAD:./$(target_of "$1")" 2>/dev/null | grep -
 # -- the actions
 
 do_check() {
-  report "ready to apply" || die 1 "a trainer can't be patched"
+  local file reason
+  report "supported, ready to apply" || die 1 "a trainer can't be patched"
   require_room_for_module
   require_no_other_module
   printf '  %-40s %s\n' "$module" "$(module_state)"
+  while read -r file reason; do
+    if [ -f "$dir/$file" ]; then printf '  %-40s not supported: %s\n' "$file" "$reason"; fi
+  done < <(pin unsupported)
 }
 
 do_apply() {
@@ -370,16 +428,22 @@ do_status() {
 }
 
 clone_pin() {
-  local url commit partial=$here/upstream/.DanceGRPO.partial
-  url=$(pin url) commit=$(pin commit)
-  echo "cloning $url at ${commit:0:12} into upstream/DanceGRPO"
+  local url commit folder partial
+  url=$(pin url) commit=$(pin commit) folder=$(pin folder)
+  partial=$here/upstream/.$folder.partial
+  echo "cloning $url at ${commit:0:12} into upstream/$folder"
   rm -rf "$partial"
-  if ! { git clone "$url" "$partial" && git -C "$partial" checkout --quiet --detach "$commit"; }; then
+  if ! { git clone "$url" "$partial" && check_out "$partial" "$commit"; }; then
     rm -rf "$partial"
-    die 1 "could not clone $url" "where there is network: git clone $url && git -C DanceGRPO checkout $commit" \
+    die 1 "could not clone $url" "where there is network: git clone $url && git -C $folder checkout $commit" \
       "then copy the folder here and run ./apply.sh DIR"
   fi
-  mv "$partial" "$default_dir"
+  mv "$partial" "$here/upstream/$folder"
+}
+
+check_out() { # a clone, a commit, which may be on no branch
+  git -C "$1" checkout --quiet --detach "$2" 2>/dev/null ||
+    { git -C "$1" fetch --quiet origin "$2" && git -C "$1" checkout --quiet --detach "$2"; }
 }
 
 action=apply commit='' only=() rest=()
@@ -392,7 +456,7 @@ while [ $# -gt 0 ]; do
     --commit) commit=yes ;;
     --only)
       [ $# -gt 1 ] || bad_usage "--only needs a trainer"
-      all_trainers | grep -qxF -e "$2" || bad_usage "--only $2: there is no patch of that name; there are $(all_trainers | xargs)"
+      every_trainer | grep -qxF -e "$2" || bad_usage "--only $2: there is no patch of that name; there are $(every_trainer | xargs)"
       only+=("$2")
       shift
       ;;
@@ -416,9 +480,30 @@ if [ "$action" = demo ]; then
   exec "$python" "$here/upstream/demo.py" --out "${rest[0]:-$here/demo-output}"
 fi
 
-dir=${rest[0]:-$default_dir}
-if [ "$action" = apply ] && [ ${#rest[@]} -eq 0 ] && [ ! -d "$dir" ]; then clone_pin; fi
-require_upstream
-dir=$(cd "$dir" && pwd -P)
-exclude=$(exclude_file)
-"do_$action"
+# Without DIR: the default checkouts that are there, of upstreams that --only doesn't leave out.
+default_dirs() {
+  local upstream patches module wanted=()
+  for upstream in "${upstreams[@]}"; do
+    use "$upstream"
+    for name in $(all_trainers); do
+      if is_selected "$name"; then
+        wanted+=("$here/upstream/$(pin folder)")
+        break
+      fi
+    done
+  done
+  ls -d "${wanted[@]}" 2>/dev/null || echo "${wanted[0]}"
+}
+
+if [ ${#rest[@]} -gt 0 ]; then dirs=("${rest[@]}"); else mapfile -t dirs < <(default_dirs); fi
+for dir in "${dirs[@]}"; do
+  for upstream in "${upstreams[@]}"; do
+    use "$upstream"
+    if [ "$action" = apply ] && [ ! -e "$dir" ] && [ "$(realpath -m "$dir")" = "$here/upstream/$(pin folder)" ]; then clone_pin; fi
+  done
+  require_upstream
+  dir=$(cd "$dir" && pwd -P)
+  exclude=$(exclude_file)
+  if [ ${#dirs[@]} -gt 1 ] && [ "$action" != apply ] && [ "$action" != reverse ]; then echo "$dir:"; fi
+  "do_$action"
+done

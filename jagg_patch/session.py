@@ -141,12 +141,13 @@ class Session:
         """Whether anything of this rollout is grouped; if not, nothing of the trainer is touched."""
         return any(role is not Role.EXACT for role in self._roles)
 
-    def order(self, permutation, places=None):
-        """The same permutation `[T]` with its visited entries, the first k, sorted: same steps, in trajectory order.
+    @property
+    def visits(self):
+        """Whether a forward that began now would be a visited step. One without gradients is a reference or an evaluation."""
+        return self._in_training_step and self._routes and torch.is_grad_enabled()
 
-        `places` `[T]` says which trajectory step stands at each place of what is permuted, where that isn't in trajectory
-        order itself.
-        """
+    def order(self, permutation):
+        """The same permutation `[T]` of trajectory steps with its visited entries, the first k, sorted."""
         if not self._routes:
             return permutation
         if len(permutation) != self._n_trajectory:
@@ -157,11 +158,9 @@ class Session:
         if self._orders and self._sample == len(self._orders):  # all of them visited: a new pass over the rollout
             self._orders, self._sample = [], 0
         n_visited = len(self._roles)
-        steps = permutation if places is None else places.to(permutation.device)[permutation]
-        steps, sorting = steps[:n_visited].sort()
         permutation = permutation.clone()
-        permutation[:n_visited] = permutation[:n_visited][sorting]
-        self._orders.append(steps.tolist())
+        permutation[:n_visited] = permutation[:n_visited].sort().values
+        self._orders.append(permutation[:n_visited].tolist())
         return permutation
 
     def run_step(self, index, timesteps, forward):
@@ -176,8 +175,7 @@ class Session:
         Returns:
             What `forward` returns.
         """
-        # A forward without gradients is a reference or an evaluation, not a visited step.
-        if not self._in_training_step or not self._routes or not torch.is_grad_enabled():
+        if not self.visits:
             return forward()
         self._require_no_failure("the loop went on")
         try:

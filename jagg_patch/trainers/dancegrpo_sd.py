@@ -16,11 +16,14 @@ from . import wrap
 
 
 class _Rollout:
-    """Which trajectory step stands at each place of each sample: the loop permutes what earlier passes have permuted."""
+    """Which trajectory step stands where in each sample: a pass permutes what the passes before it have permuted.
+
+    Two arrangements a sample, since ours differs from the one that upstream would have by now, and its draws refer to that.
+    """
 
     def __init__(self):
         self.index_of = {}  # timestep: trajectory step
-        self._places = []  # one `[T - 1]` a sample
+        self._upstream, self._ours = [], []  # one `[T - 1]` a sample
         self._n_drawn = 0
 
     def add(self, n_samples, timesteps):
@@ -28,14 +31,19 @@ class _Rollout:
         if self._n_drawn:
             self.__init__()
         self.index_of = {t: index for index, t in enumerate(timesteps[:-1].tolist())}
-        self._places += [torch.arange(len(timesteps) - 1)] * n_samples
+        steps = torch.arange(len(timesteps) - 1)
+        self._upstream += [steps] * n_samples
+        self._ours += [steps] * n_samples
 
     def order(self, session, permutation):
-        sample = self._n_drawn % len(self._places)
+        """The permutation that puts into our arrangement the steps that `permutation` selects from upstream's, in order."""
+        sample = self._n_drawn % len(self._ours)
         self._n_drawn += 1
-        ordered = session.order(permutation, self._places[sample])
-        self._places[sample] = self._places[sample][ordered.cpu()]
-        return ordered
+        self._upstream[sample] = self._upstream[sample][permutation.cpu()]
+        ordered = session.order(self._upstream[sample])
+        place_of = self._ours[sample].argsort()
+        self._ours[sample] = ordered
+        return place_of[ordered].to(permutation)
 
     def indices(self, timesteps):
         """The trajectory steps of `[B]` timesteps; a timestep that the scheduler doesn't have is -1."""

@@ -3,10 +3,9 @@
 import argparse
 import contextlib
 import gc
-import importlib.util
 import inspect
 import weakref
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -16,26 +15,10 @@ from torch.testing import assert_close
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
 from jagg_patch.trainers import TRAINERS
 
-LOOP = Path(__file__).parent / "loop/train_grpo_flux.py"
-
 
 @pytest.fixture
-def load(tmp_path):
-    """Load the loop as a module, with pieces of its text replaced: old, new, old, new, ..."""
-
-    def load_changed(*pieces):
-        text = LOOP.read_text()
-        for old, new in zip(pieces[::2], pieces[1::2], strict=True):
-            assert text.count(old) == 1, f"{old!r} is not in the loop once"
-            text = text.replace(old, new)
-        path = tmp_path / LOOP.name
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location("train_grpo_flux", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load_changed
+def load(load_loop):
+    return partial(load_loop, "train_grpo_flux")
 
 
 def make_model():

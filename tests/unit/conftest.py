@@ -1,0 +1,26 @@
+"""Loading the loops of loop/, whole or with lines changed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def load_loop(tmp_path):
+    """Load a loop as a module, with pieces of its text replaced: name, old, new, old, new, ..."""
+
+    def load_changed(name, *pieces):
+        path = Path(__file__).parent / f"loop/{name}.py"
+        text = path.read_text()
+        for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+            assert text.count(old) == 1, f"{old!r} is not in the loop once"
+            text = text.replace(old, new)
+        path = tmp_path / path.name
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_changed

@@ -1,0 +1,304 @@
+"""Loops inside `main`: Flow-GRPO's shape and DanceGRPO's Stable Diffusion one, with real accelerate in one process."""
+
+from functools import partial
+
+import accelerate
+import observe
+import pytest
+import torch
+from torch.testing import assert_close
+
+from jagg_patch import JaggConfig, JaggError, __version__, group_backward, install, plan_groups
+
+FLOW = observe.Loop(
+    step="compute_log_prob",
+    solver="sde_step_with_logprob",
+    index=lambda arguments: arguments["j"],
+    timesteps=lambda arguments: arguments["sample"]["timesteps"][:, arguments["j"]],
+)
+
+
+@pytest.fixture(params=["train_sd3_fast", "train_grpo_sd"])
+def load_either(request, load_loop):
+    return partial(load_loop, request.param)
+
+
+@pytest.fixture
+def load_flow(load_loop):
+    return partial(load_loop, "train_sd3_fast")
+
+
+@pytest.fixture
+def load_sd(load_loop):
+    return partial(load_loop, "train_grpo_sd")
+
+
+def run(module, seed=1, **changes):
+    """The whole `main`. Returns its config, the gradient at each optimizer step and the RNG state after."""
+    module.FLAGS.config = config = module.make_config(**changes)
+    torch.manual_seed(seed)
+    module.main(None)
+    return config, torch.stack(config.seen), torch.get_rng_state()
+
+
+def stops(module, match, **changes):
+    with pytest.raises(JaggError, match=match) as error:
+        run(module, **changes)
+    assert len(str(error.value).splitlines()) == 2
+
+
+# -- both shapes
+
+
+@pytest.mark.parametrize("settings", [{"enabled": False}, {"frac": 0.0}])
+def test_off_and_nothing_routed_are_bit_identical(load_either, settings, capsys):
+    _, gradients, rng = run(load_either(), n_epochs=2)
+    module = load_either()
+    install(vars(module), config=JaggConfig(**settings))
+    _, patched_gradients, patched_rng = run(module, n_epochs=2)
+    assert torch.equal(patched_gradients, gradients) and torch.equal(patched_rng, rng)
+    assert "first optimizer step" not in capsys.readouterr().out
+
+
+def test_group_size_two_is_exact_and_draws_the_same_random_numbers(load_either):
+    _, expected, rng = run(load_either(), n_epochs=2)
+    module = load_either()
+    handle = install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    _, found, patched_rng = run(module, n_epochs=2)
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(patched_rng, rng)
+    assert (
+        handle.stats.groups == 2 * 2 * 4 and handle.stats.backward_passes == handle.stats.backward_passes_unpatched == 2 * 2 * 9
+    )
+
+
+def test_uninstall_restores_every_name(load_either):
+    module = load_either()
+    before = dict(vars(module))
+    for settings in ({}, {"enabled": False}):
+        handle = install(vars(module), config=JaggConfig(**settings))
+        run(module)
+        assert module.Accelerator is not before["Accelerator"] and issubclass(module.Accelerator, before["Accelerator"])
+        handle.uninstall()
+        assert dict(vars(module)) == before
+
+
+def test_jagg_starts_when_main_is_called(load_either, monkeypatch, capsys):
+    """Not before: absl parses the settings in between, and the plan depends on them."""
+    module = load_either()
+    handle = install(vars(module))
+    monkeypatch.setenv("JAGG_GROUP_SIZE", "3")
+    assert handle.config is None and capsys.readouterr().out == ""
+    run(module)
+    assert handle.config.group_size == 3
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"JAGG {__version__} on {module.__name__}: group_size 3, frac 0.6, ")
+    assert "9 of 9 steps visited, in trajectory order: 5 in 2 groups (3+2), 4 exact" in printed
+    assert printed.count("JAGG: first optimizer step after 16 backward passes through the model instead of 18") == 1
+
+
+def test_as_a_script_an_error_ends_with_the_message_alone_and_leaves_nothing(load_either, monkeypatch):
+    module = load_either()
+    before = dict(vars(module))
+    monkeypatch.setenv("JAGG_FRACTION", "1")
+    install(vars(module))
+    stops(module, "unknown setting in the environment: JAGG_FRACTION")
+    assert dict(vars(module)) == before
+    module.__name__ = "__main__"
+    install(vars(module))
+    with pytest.raises(SystemExit, match="jagg_patch: unknown setting in the environment: JAGG_FRACTION"):
+        run(module)
+
+
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP"])
+def test_an_engine_that_was_not_shown_to_be_right_is_refused(load_either, engine):
+    class OtherEngine(accelerate.Accelerator):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.value = accelerate.utils.DistributedType(engine)
+
+        distributed_type = property(lambda self: vars(self).get("value", accelerate.utils.DistributedType.NO))
+
+    module = load_either()
+    module.Accelerator = OtherEngine
+    install(vars(module), config=JaggConfig())
+    stops(module, f"accelerate runs {engine}")
+
+
+def test_a_gradient_sync_inside_a_sample_is_refused_at_start(load_either, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    module = load_either()
+    install(vars(module), config=JaggConfig())
+    stops(module, "syncs gradients every 2 steps, not a multiple of the 9")
+
+
+@pytest.mark.parametrize(
+    ("new", "match"),
+    [
+        ("accelerator.backward(loss)\nINDENTif j == 1: optimizer.optimizer.step()", "optimizer was about to step while"),
+        ("if j != 1: accelerator.backward(loss)", "no gradient arrived for step 1"),
+        ("if j != 4: accelerator.backward(loss)", "visited step 5 .* while the group .* still open"),
+        ("accelerator.backward(loss)\nINDENTif j == 7: break", "the plan expected"),
+    ],
+)
+def test_a_loop_that_would_lose_a_gradient_is_stopped(load_either, new, match):
+    indent = {"train_sd3_fast": 20, "train_grpo_sd": 24}[load_either.args[0]]
+    module = load_either("accelerator.backward(loss)", new.replace("INDENT", " " * indent))
+    install(vars(module), config=JaggConfig())
+    stops(module, match)
+
+
+# -- Flow-GRPO's
+
+
+@pytest.mark.parametrize(("window", "group_size"), [(0, 3), (0, 4), (2, 4), (3, 4), (4, 4), (5, 2)])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_flow_gradient_is_group_backward_s(load_flow, window, group_size, beta):
+    """With beta, the loss reaches the model through the mean too, and a reference forward runs beside each step."""
+    config = JaggConfig(group_size=group_size, frac=1)
+    module = load_flow()
+    with observe.recorded_steps(module, FLOW) as steps:
+        run(module, window=window, beta=beta)
+    n_visited = window or 9
+    expected = observe.oracle_gradient(module, steps[0]["arguments"]["policy"], steps, n_visited, config, FLOW)
+    module = load_flow()
+    handle = install(vars(module), config=config)
+    _, found, _ = run(module, window=window, beta=beta)
+    assert observe.relative_error(found[0], expected) <= 1e-6
+    groups = plan_groups(n_visited, config)
+    assert handle.stats.backward_passes == 2 * sum(min(len(group), 2) for group in groups)
+
+
+@pytest.mark.parametrize(("window", "variable", "frac"), [(3, None, 1.0), (0, None, 0.6), (3, "0.7", 0.7), (0, "1", 1.0)])
+def test_a_window_is_routed_whole_by_default(load_flow, monkeypatch, window, variable, frac):
+    if variable:
+        monkeypatch.setenv("JAGG_FRAC", variable)
+    module = load_flow()
+    handle = install(vars(module))
+    run(module, window=window)
+    assert handle.config.frac == frac
+
+
+@pytest.mark.parametrize(
+    ("changes", "update", "whole"),
+    [
+        (dict(window=3), "9 -> 7 (1.29x)", "19 -> 17 (1.12x)"),  # 3 x (1 + 2); 3 + 2 x 2
+        (dict(window=3, beta=0.1), "12 -> 10 (1.20x)", "22 -> 20 (1.10x)"),
+        (dict(window=4, use_lora=True), "8 -> 6 (1.33x)", "18 -> 16 (1.12x)"),
+    ],
+)
+def test_flow_banner_counts_the_reference_and_lora(load_flow, capsys, changes, update, whole):
+    module = load_flow()
+    install(vars(module))
+    run(module, **changes)
+    assert f"update {update}, with sampling {whole}\n" in capsys.readouterr().out
+
+
+def test_what_depends_on_no_weight_may_be_returned_beside_the_log_probability(load_flow):
+    """The previous sample and the noise level have no graph at the group's first step, whose forward recorded everything."""
+    module = load_flow()
+    install(vars(module), config=JaggConfig(frac=1))
+    run(module)
+
+
+def test_a_model_output_returned_beside_the_log_probability_is_stopped(load_flow):
+    pieces = "    return sde_step_with_logprob(", "    return output.sum(), *sde_step_with_logprob("
+    module = load_flow(*pieces, "_, log_prob, mean, std = compute", "_, _, log_prob, mean, std = compute")
+    install(vars(module), config=JaggConfig(frac=1))
+    stops(module, "visited step 1 .* returned a tensor without a graph, of shape ..,")
+
+
+def test_flow_names_that_changed_are_refused(load_flow):
+    module = load_flow("def sde_step_with_logprob(scheduler, model_output,", "def sde_step_with_logprob(scheduler, output,")
+    install(vars(module), config=JaggConfig())
+    stops(module, "sde_step_with_logprob.. has no parameter model_output")
+
+
+# -- Stable Diffusion's
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_sd_trains_the_same_steps_in_trajectory_order_in_every_pass(load_sd, fraction):
+    """The loop permutes what the pass before has permuted: the orders compose."""
+    plain, _, rng = run(load_sd(), fraction=fraction, n_inner=3, n_epochs=2)
+    module = load_sd()
+    install(vars(module), config=JaggConfig())
+    patched, _, patched_rng = run(module, fraction=fraction, n_inner=3, n_epochs=2)
+    assert torch.equal(patched_rng, rng)
+    k = int(9 * fraction)
+    assert len(plain.visited) == len(patched.visited) == 2 * 3 * 2 * k
+    for start in range(0, len(plain.visited), k):
+        unpatched, ordered = (list(zip(*config.visited[start : start + k], strict=True)) for config in (plain, patched))
+        assert ordered == [tuple(sorted(timesteps, reverse=True)) for timesteps in unpatched]
+
+
+class Recorder:
+    """The UNet's calls of the unpatched run, by sample and timestep: input rows, and s = dL/d(output) rows, per guidance half."""
+
+    def __init__(self, unet):
+        self.calls = []
+        unet.register_forward_hook(self._keep)
+
+    def _keep(self, unet, inputs, output):
+        if output.sample.requires_grad:
+            call = [torch.stack([half for half in tensor.detach().chunk(2)]) for tensor in inputs]
+            self.calls.append(call)
+            output.sample.register_hook(lambda grad: call.append(torch.stack(grad.chunk(2))))
+
+    def in_trajectory_order(self, k):
+        """For each batch, k calls: (sample, timestep, embeds, s), every sample's rows sorted by timestep, downwards."""
+        for start in range(0, len(self.calls), k):
+            tensors = [torch.stack(tensor) for tensor in zip(*self.calls[start : start + k], strict=True)]  # [k, 2, B, ...]
+            order = tensors[1][:, 0].argsort(0, descending=True)  # [k, B]
+            sample = torch.arange(order.shape[1])
+            yield [[tensor[order[j], :, sample].transpose(0, 1).flatten(0, 1) for tensor in tensors] for j in range(k)]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+@pytest.mark.parametrize("group_size", [3, 4])
+def test_sd_gradient_is_group_backward_s(load_sd, fraction, group_size):
+    config = JaggConfig(group_size=group_size, frac=1)
+    module, k = load_sd(), int(9 * fraction)
+    module.FLAGS.config = plain = module.make_config(fraction)
+    recorder = Recorder(plain.unet)
+    torch.manual_seed(1)
+    module.main(None)
+    unet = module.UNet()
+    for calls in recorder.in_trajectory_order(k):
+        for group in plan_groups(k, config):
+            members = [calls[position] for position in group]
+            group_backward(
+                lambda j, members=members: unet(*members[j][:3]).sample,
+                lambda j, v_hat, members=members: (members[j][3] * v_hat).sum(),
+                torch.stack([member[1] for member in members]),
+                config,
+            )
+    expected = torch.cat([p.grad.flatten() for p in unet.parameters()])
+    module = load_sd()
+    handle = install(vars(module), config=config)
+    _, found, _ = run(module, fraction=fraction)
+    assert observe.relative_error(found[0], expected) <= 1e-6
+    assert handle.stats.backward_passes == 2 * 2 * len(plan_groups(k, config))
+
+
+def test_sd_forward_that_is_no_visited_step_is_stopped(load_sd):
+    call = "config.visited.append("
+    module = load_sd(call, "unet(torch.ones(1, 2), torch.ones(1), torch.ones(1, 1))\n" + " " * 24 + call)
+    install(vars(module), config=JaggConfig())
+    stops(module, "the plan expected trajectory step")
+
+
+def test_sd_steps_that_were_not_ordered_are_stopped(load_sd):
+    module = load_sd("for _ in range(config.n_samples)\n", "for _ in range(config.n_samples // 2) for _ in range(2)\n")
+    install(vars(module), config=JaggConfig())
+    run(module)  # the same number of draws
+    module = load_sd("torch.arange(config.n_samples)[:, None], perms]", "torch.arange(config.n_samples)[:, None], perms.flip(0)]")
+    install(vars(module), config=JaggConfig())
+    stops(module, "the plan expected trajectory step", fraction=0.6)
+
+
+def test_sd_with_a_second_model_is_refused(load_sd):
+    prepare = "unet, optimizer = accelerator.prepare(config.unet, "
+    module = load_sd(prepare, "unet, _, optimizer = accelerator.prepare(config.unet, torch.nn.Linear(1, 1), ")
+    install(vars(module), config=JaggConfig())
+    stops(module, "is given 2 models")

@@ -100,8 +100,7 @@ class StableDiffusionTrainer:
             return result
 
         def after_init(accelerator):
-            wrap.require_known_engine(accelerator)
-            wrap.require_whole_accumulation(accelerator, self.steps(flags.config).visited)
+            wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
         def after_prepare(prepared):
             models = [item for item in prepared if isinstance(item, torch.nn.Module)]

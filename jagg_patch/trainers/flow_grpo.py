@@ -79,8 +79,7 @@ class FlowGrpoTrainer:
             return arguments["j"], arguments["sample"]["timesteps"][:, arguments["j"]]
 
         def after_init(accelerator):
-            wrap.require_known_engine(accelerator)
-            wrap.require_whole_accumulation(accelerator, self.steps(flags.config).visited)
+            wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),

@@ -5,6 +5,7 @@ import inspect
 
 from ..errors import JaggError
 from ..intercept import ForwardingModule, called_from
+from ..plan import plan_groups
 
 
 def training_forward(function, session, read):
@@ -98,20 +99,18 @@ def start_with(namespace, name, begin, before=False):
     return {name: started_function}
 
 
-def require_known_engine(accelerator):
-    """Raise `JaggError` for an engine of accelerate's that JAGG hasn't been shown to be right on."""
+def require_fit(accelerator, n_visited, config):
+    """Raise `JaggError` if groups are planned and accelerate's engine, or when it syncs gradients, doesn't suit them."""
+    if not plan_groups(n_visited, config):
+        return
     engine = accelerator.distributed_type.value
-    if engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+    if engine != "NO" and not engine.startswith("MULTI_"):
         raise JaggError(
             f"accelerate runs {engine} here, and JAGG's joint backward hasn't been shown to be right on it\n"
-            "launch with scripts/accelerate_configs/multi_gpu.yaml (DDP), or run with JAGG_ENABLED=0"
+            "launch with accelerate's multi_gpu configuration (DDP), or run with JAGG_ENABLED=0"
         )
-
-
-def require_whole_accumulation(accelerator, n_visited):
-    """Raise `JaggError` unless gradients sync at the last visited step of a sample, where no group is open."""
     n_micro_steps = accelerator.gradient_accumulation_steps
-    if n_visited and n_micro_steps % n_visited:
+    if n_micro_steps % n_visited:
         raise JaggError(
             f"accelerate syncs gradients every {n_micro_steps} steps, not a multiple of the {n_visited} trained per sample\n"
             "that could be inside a group: unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or run with JAGG_ENABLED=0"

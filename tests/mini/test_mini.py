@@ -9,6 +9,8 @@ import pytest
 import torch
 from launch import ROOT, torchrun
 
+from jagg_patch import __version__
+
 CELLS = Path(__file__).with_name("cells.py")
 BATCHES = 3  # micro-batches a training step
 N_BLOCKS = 3  # FSDP units under the root, each gathered once in a backward
@@ -129,7 +131,7 @@ def test_the_patched_file_runs_as_the_user_s_script_does(tmp_path):
         f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
     )
     printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=copy, env={"JAGG_GROUP_SIZE": "3"})
-    assert printed.count("JAGG 0.1.0 on train_grpo_flux: group_size 3, frac 1") == 1
+    assert printed.count(f"JAGG {__version__} on train_grpo_flux: group_size 3, frac 1") == 1
     assert "9 of 15 steps visited, in trajectory order: 9 in 3 groups (3+3+3), 0 exact" in printed
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["backward_passes"] for row in metrics] == [2 * 3 * 2] * 2

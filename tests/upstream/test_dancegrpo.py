@@ -15,6 +15,8 @@ import pytest
 import torch
 from launch import ROOT, torchrun
 
+from jagg_patch import __version__
+
 HERE = Path(__file__).parent
 CHECKOUT = Path(os.environ.get("DANCEGRPO_DIR") or ROOT / "upstream/DanceGRPO").resolve()
 N_SAMPLES = 4
@@ -187,10 +189,10 @@ def main_runs(checkout, tmp_path_factory):
 def test_the_hook_installs_and_the_banner_shows_once(main_runs):
     patched, runs = main_runs
     printed, seen = runs["on"]
-    assert printed.count("JAGG 0.1.0 on train_grpo_flux: group_size 4, frac 0.6") == 1
+    assert printed.count(f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6") == 1
     assert printed.count("9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact") == 1
     assert printed.count("update 36 -> 27 (1.33x), with sampling 52 -> 43 (1.21x)") == 1
-    assert runs["off"][0].count("JAGG 0.1.0 on train_grpo_flux: off") == 1
+    assert runs["off"][0].count(f"JAGG {__version__} on train_grpo_flux: off") == 1
     for rank in seen:
         assert Path(rank["module"]) == patched / "fastvideo/jagg_patch/__init__.py"
 

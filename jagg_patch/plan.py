@@ -10,11 +10,11 @@ from .errors import JaggError
 
 
 class Steps(NamedTuple):
-    """The denoising steps of one sample: how many the rollout takes, how many could be trained, how many are (visited)."""
+    """The denoising steps of one trained sample."""
 
-    sampled: int
-    trainable: int
-    visited: int
+    sampled: float  # forwards that the rollout takes for it; more than its own where only some samples are trained
+    trainable: int  # how many could be trained
+    visited: int  # how many are
 
 
 class Role(Enum):

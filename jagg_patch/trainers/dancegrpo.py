@@ -23,6 +23,7 @@ class DanceGrpoTrainer:
     permutation: str = "perms"
     backward_cost: float = 2.0  # in forwards: the gradients of the activations and of the weights
     always_checkpoints: bool = False  # its --gradient_checkpointing is read by nobody
+    best_of_n: bool = False  # it trains --bestofn of each --num_generations samples
 
     in_main = False
     parameters = {
@@ -51,7 +52,8 @@ class DanceGrpoTrainer:
         if args.sampling_steps is None:
             raise JaggError("--sampling_steps is not set\nthe steps of a trajectory can't be planned without it: pass it")
         trainable = args.sampling_steps - 1
-        return Steps(args.sampling_steps, trainable, int(trainable * args.timestep_fraction))
+        sampled = args.sampling_steps * (args.num_generations / args.bestofn if self.best_of_n else 1)
+        return Steps(sampled, trainable, int(trainable * args.timestep_fraction))
 
     def step_cost(self, args):
         """A step's cost for the cost model, with the share of blocks under activation checkpointing."""
@@ -101,7 +103,7 @@ TRAINERS = {
         DanceGrpoTrainer("train_grpo_flux_lora", backward_cost=1.0),  # frozen weights get no gradient
         DanceGrpoTrainer("train_grpo_qwenimage", always_checkpoints=True),
         DanceGrpoTrainer("train_grpo_qwenimage_edit", always_checkpoints=True),
-        DanceGrpoTrainer("train_grpo_hunyuan"),
+        DanceGrpoTrainer("train_grpo_hunyuan", best_of_n=True),
         DanceGrpoTrainer("train_grpo_skyreels_i2v"),
         DanceGrpoTrainer("train_grpo_wan_2_1"),
     )

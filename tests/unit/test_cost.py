@@ -30,9 +30,13 @@ class Config(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def dancegrpo(sampling_steps, checkpointed=1.0):
+def dancegrpo(sampling_steps, checkpointed=1.0, **others):
     return SimpleNamespace(
-        sampling_steps=sampling_steps, timestep_fraction=0.6, gradient_checkpointing=True, selective_checkpointing=checkpointed
+        sampling_steps=sampling_steps,
+        timestep_fraction=0.6,
+        gradient_checkpointing=True,
+        selective_checkpointing=checkpointed,
+        **others,
     )
 
 
@@ -51,7 +55,7 @@ SCRIPTS = {
     "train_grpo_flux_lora": dancegrpo(12),
     "train_grpo_qwenimage": dancegrpo(20, checkpointed=0.5),
     "train_grpo_qwenimage_edit": dancegrpo(20),
-    "train_grpo_hunyuan": dancegrpo(16),
+    "train_grpo_hunyuan": dancegrpo(16, num_generations=24, bestofn=8),
     "train_grpo_skyreels_i2v": dancegrpo(16),
     "train_grpo_wan_2_1": dancegrpo(20),
     "train_grpo_sd": flow_grpo(50, fraction=1.0, use_lora=False),

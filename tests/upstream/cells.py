@@ -58,14 +58,15 @@ ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default"
 
 
 def in_trajectory_order(namespace, n_visited):
-    """What the interception does to the order, and nothing else."""
+    """What the interception does to the order, and nothing else: those orders are the only integers that a trainer stacks."""
 
-    def sorted_randperm(*args, **kwargs):
-        permutation = torch.randperm(*args, **kwargs)
-        permutation[:n_visited] = permutation[:n_visited].sort().values
-        return permutation
+    def stack_in_order(rows, *args, **kwargs):
+        stacked = torch.stack(rows, *args, **kwargs)
+        if stacked.dtype == torch.int64:
+            stacked[:, :n_visited] = stacked[:, :n_visited].sort().values
+        return stacked
 
-    namespace["torch"] = ForwardingModule(torch, randperm=sorted_randperm)
+    namespace["torch"] = ForwardingModule(torch, stack=stack_in_order)
 
 
 def main(checkout, name, out):

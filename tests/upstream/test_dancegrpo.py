@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from launch import ROOT, torchrun
@@ -20,10 +21,15 @@ from jagg_patch import __version__
 HERE = Path(__file__).parent
 CHECKOUT = Path(os.environ.get("DANCEGRPO_DIR") or ROOT / "upstream/DanceGRPO").resolve()
 N_SAMPLES = 4
-# name: (ranks to run, FSDP units under the root: the blocks; with LoRA each trainable adapter layer is one more)
+# name: (diffusers class, ranks to run, FSDP units under the root: the blocks; with LoRA each trainable adapter layer is one more)
 TRAINERS = {
-    "train_grpo_flux": ((1, 2), 4),
-    "train_grpo_flux_lora": ((2,), 60),
+    "train_grpo_flux": ("FluxTransformer2DModel", (1, 2), 4),
+    "train_grpo_flux_lora": ("FluxTransformer2DModel", (2,), 60),
+    "train_grpo_qwenimage": ("QwenImageTransformer2DModel", (2,), 2),
+    "train_grpo_qwenimage_edit": ("QwenImageTransformer2DModel", (2,), 2),
+    "train_grpo_hunyuan": ("AutoencoderKLHunyuanVideo", (2,), 2),
+    "train_grpo_skyreels_i2v": ("AutoencoderKLHunyuanVideo", (2,), 2),
+    "train_grpo_wan_2_1": ("WanTransformer3DModel", (1,), 0),  # neither sharded nor replicated
 }
 
 if not (CHECKOUT / "fastvideo/train_grpo_flux.py").is_file():
@@ -51,11 +57,13 @@ def paths(*folders):
 
 @pytest.fixture(
     scope="module",
-    params=[(name, n_ranks) for name, (ranks, _) in TRAINERS.items() for n_ranks in ranks],
+    params=[(name, n_ranks) for name, (_, ranks, _) in TRAINERS.items() for n_ranks in ranks],
     ids=lambda param: f"{param[0].removeprefix('train_grpo_')}, {param[1]} ranks",
 )
 def cells(request, checkout, tmp_path_factory):
     name, n_ranks = request.param
+    if not hasattr(diffusers, TRAINERS[name][0]):
+        pytest.skip(f"diffusers {diffusers.__version__} has no {TRAINERS[name][0]}, which {name} needs")
     out = tmp_path_factory.mktemp("cells")
     (out / "images").mkdir()
     torchrun(
@@ -92,7 +100,7 @@ def test_groups_of_two_are_exact_and_larger_ones_are_not(cells):
 )
 def test_backward_passes_and_all_gathers_are_the_planned_ones(cells, cell, passes, autograd_calls):
     name, ranks = cells
-    gathers = TRAINERS[name][1] if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
+    gathers = TRAINERS[name][2] if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
     for records in ranks:
         assert records[cell]["passes"] == N_SAMPLES * passes
         assert records[cell]["gathers"] == [gathers] * N_SAMPLES * autograd_calls

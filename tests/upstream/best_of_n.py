@@ -1,0 +1,83 @@
+"""Runs under torchrun: the real Hunyuan trainer where its best-of-n selection keeps as many samples as each has trained steps.
+
+The permutation that shuffles the selection is then as long as those that order the timesteps. usage: torchrun ... best_of_n.py
+CHECKOUT OUT; writes OUT/records.pt. The tests that read it are in test_hunyuan.py.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import cells
+import standins
+import torch
+import torch.distributed as dist
+from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from setups import hunyuan
+
+from jagg_patch import JaggConfig, install
+from jagg_patch.intercept import ForwardingModule
+
+# Three optimizer steps, so that the first one's gradient says which samples came first.
+ARGS = cells.ARGS | hunyuan.ARGS | dict(num_generations=10, bestofn=9, gradient_accumulation_steps=3)
+N_VISITED = ARGS["sampling_steps"] - 1
+CONFIGS = {"off": JaggConfig(enabled=False), "W=3": JaggConfig(group_size=3, frac=1), "W=4": JaggConfig(frac=1)}
+
+
+def sorted_randperm(*args, **kwargs):
+    return torch.randperm(*args, **kwargs).sort().values
+
+
+def main(checkout, out):
+    torch.set_num_threads(1)
+    standins.install(checkout)
+    dist.init_process_group("gloo")
+    trainer, transformer, train_arguments = hunyuan.build("fastvideo.train_grpo_hunyuan")
+    observer, real_torch = Observer(transformer), trainer.torch
+    initial = [parameter.detach().clone() for parameter in transformer.parameters()]
+
+    def restore():
+        for parameter, value in zip(transformer.parameters(), initial, strict=True):
+            parameter.data.copy_(value)
+        transformer.zero_grad()
+
+    def run(config=None):
+        restore()
+        torch.manual_seed(42)
+        optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-5)
+        arguments = train_arguments() | dict(
+            args=argparse.Namespace(**ARGS),
+            transformer=transformer,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+            max_grad_norm=1e9,
+        )
+        handle = install(vars(trainer), config=config) if config else None
+        with observer.watching() as seen, recorded_steps(trainer) as steps:
+            trainer.train_one_step(**arguments)
+        if handle:
+            handle.uninstall()
+        return {"weights": local_weights(transformer), "rng": torch.get_rng_state(), "gradients": seen.gradients, "steps": steps}
+
+    records = {"unpatched": run()} | {cell: run(config) for cell, config in CONFIGS.items()}
+    trainer.torch = ForwardingModule(torch, randperm=sorted_randperm)
+    records["every draw sorted"] = run()
+    trainer.torch = real_torch
+
+    restore()
+    first_window = records["unpatched"]["steps"][: ARGS["gradient_accumulation_steps"] * N_VISITED]
+    for cell in ("W=3", "W=4"):
+        expected = oracle_gradient(trainer, transformer, first_window, N_VISITED, CONFIGS[cell])
+        records[cell]["oracle_error"] = relative_error(records[cell]["gradients"][0], expected)
+    for record in records.values():
+        # [sample, visited step]: its place in the trajectory, and the latents that it is given.
+        taken = [step["arguments"] for step in record.pop("steps")]
+        record["order"] = torch.stack([arguments["i"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
+        record["latents"] = torch.cat([arguments["latents"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
+    torch.save(records, os.path.join(out, "records.pt"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

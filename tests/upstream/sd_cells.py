@@ -1,0 +1,201 @@
+"""Runs under torchrun: `main` of DanceGRPO's real Stable Diffusion trainer, in one cell of settings after another.
+
+usage: torchrun ... sd_cells.py CHECKOUT OUT, in a folder with the files that the trainer reads; writes OUT/rank{N}.pt.
+Everything of that trainer is inside `main`, so each cell is a run from the rollout to the last optimizer step;
+test_dancegrpo_sd.py reads the cells.
+"""
+
+import importlib
+import os
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import sd_standins
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from diffusers import StableDiffusionPipeline
+from observe import local_gradient, local_weights, relative_error
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
+
+# Two prompts, two samples each, in two batches, one optimizer step a pass. The clip is wide: upstream's 1e-4 is below the
+# rounding of the latents. Nothing is learned, so that the gradient of a later pass can be compared.
+SETTINGS = {
+    "sample.num_steps": 10,
+    "sample.batch_size": 2,
+    "num_generations": 2,
+    "num_epochs": 0,  # upstream runs one more
+    "mixed_precision": "no",
+    "train.batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
+    "train.learning_rate": 0.0,
+    "train.max_grad_norm": 1e9,
+    "train.clip_range": 0.2,
+}
+TWICE = {"train.timestep_fraction": 0.6, "train.num_inner_epochs": 2}
+LEARNS = TWICE | {"train.learning_rate": 1e-3}
+UNGUIDED = {"train.cfg": False, "sample.guidance_scale": 1.01}  # the rollout can't do without any
+BF16 = {"mixed_precision": "bf16"}
+
+# name: (settings that differ, the UNet's dtype); below, "name ...": JAGG's settings on it.
+# The gradient cancels over the pixels, so that float32 sums in another order differ by 1e-5 of it: hence float64.
+UNPATCHED = {
+    "all": ({}, torch.float64),  # 9 of 9 steps
+    "twice": (TWICE, torch.float64),  # 5 of 9 steps, others in the second pass
+    "learns": (LEARNS, torch.float32),
+    "unguided": (UNGUIDED, torch.float32),
+    "bf16": (BF16, torch.float32),
+}
+PATCHED = {
+    "all W=2": dict(group_size=2, frac=1),
+    "all W=3": dict(group_size=3, frac=1),  # 3 + 3 + 3
+    "all W=4": dict(frac=1),  # 5 + 4
+    "all default": {},  # 5, then 4 exact
+    "twice W=2": dict(group_size=2, frac=1),  # 2 + 2 + 1
+    "twice W=4": dict(frac=1),
+    "learns off": dict(enabled=False),
+    "learns frac 0": dict(frac=0),
+    "unguided W=4": dict(frac=1),
+    "bf16 off": dict(enabled=False),
+    "bf16 W=4": dict(frac=1),
+}
+
+
+class Observer:
+    """What the training forwards of a UNet are given, and at each optimizer step the gradient and the backward passes so far.
+
+    A call's s = dL/d(model output) is right in the unpatched trainer only: elsewhere the output may be the proxy.
+    """
+
+    def __init__(self, unet):
+        self.unet = unet
+        self.calls, self.gradients, self.passes = [], [], []
+        self._n_passes = 0
+        unet.register_forward_hook(self._watch_call)
+        unet.conv_out.register_forward_hook(self._watch_output)  # never a proxy
+
+    def _watch_call(self, unet, inputs, output):
+        if unet.training:  # not the rollout
+            self.calls.append({"inputs": inputs})
+            if output[0].requires_grad:
+                output[0].register_hook(partial(self.calls[-1].__setitem__, "grad"))
+
+    def _watch_output(self, module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(self._enter)
+
+    def _enter(self, grad):
+        self._n_passes += 1
+
+    def _before_optimizer_step(self, *_):
+        self.gradients.append(local_gradient(self.unet))
+        self.passes.append(self._n_passes)
+
+    @contextmanager
+    def watching(self):
+        hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        try:
+            yield self
+        finally:
+            hook.remove()
+
+
+def oracle_gradients(unet, record, config):
+    """The gradient of each pass that JAGG should give, from what the unpatched trainer did, averaged over the ranks.
+
+    In a batch each sample has an order of its own, so batches of the k-th visited step of each are put together first.
+    A step's loss enters as `(s * v).sum()` with the s that the trainer's own loss had, whose gradient in v is s.
+    """
+    n_batches, n_visited = record["timesteps"].shape[1:3]
+    groups = plan_groups(n_visited, config)
+    exact = [[position] for position in range(sum(map(len, groups)), n_visited)]
+    calls, gradients = record["calls"], []
+    for start in range(0, len(calls), n_visited):
+        batch = calls[start : start + n_visited]
+        latents, timesteps, embeds = map(torch.stack, zip(*(call["inputs"] for call in batch), strict=True))
+        timesteps, order = timesteps.sort(0, descending=True)
+        rows = torch.arange(timesteps.shape[1])
+        latents, grads = latents[order, rows], torch.stack([call["grad"] for call in batch])[order, rows]
+
+        def velocity(step):
+            with torch.autocast("cpu", torch.bfloat16, enabled=record["is_bf16"]):
+                output = unet(latents[step], timesteps[step], embeds[step]).sample
+            return output.float() if record["is_bf16"] else output
+
+        for group in (*groups, *exact):
+            group_backward(
+                lambda j, group=group: velocity(group[j]),
+                lambda j, v_hat, group=group: (grads[group[j]] * v_hat).sum(),
+                timesteps[list(group)],
+                config,
+            )
+        if len(gradients) < (start + n_visited) // (n_batches * n_visited):
+            gradients.append(local_gradient(unet))
+            dist.all_reduce(gradients[-1])
+            gradients[-1] /= dist.get_world_size()
+            unet.zero_grad()
+    return gradients
+
+
+def main(checkout, out):
+    torch.set_num_threads(1)
+    sd_standins.install(checkout)
+    trainer = importlib.import_module("fastvideo.train_grpo_sd")
+
+    def run(changes, dtype, settings=None):
+        trainer.FLAGS(["train_grpo_sd", f"--config={checkout}/fastvideo/config_sd/dgx.py:hpsv2"])
+        config = trainer.FLAGS.config
+        config.update_from_flattened_dict(SETTINGS | changes)
+        AcceleratorState._reset_state()  # the process group stays
+        pipeline = sd_standins.build_pipeline(dtype)
+        StableDiffusionPipeline.from_pretrained = lambda *_, **__: pipeline
+        handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
+        observer = Observer(pipeline.unet)
+        try:
+            with observer.watching():
+                trainer.main(None)
+        finally:
+            if handle:
+                handle.uninstall()
+        n_batches = config.sample.batch_size * config.num_generations // config.train.batch_size
+        timesteps = torch.stack([call["inputs"][1] for call in observer.calls])
+        return {
+            "weights": local_weights(pipeline.unet),
+            "rng": torch.get_rng_state(),
+            "gradients": observer.gradients,
+            "passes": observer.passes,
+            "stats": handle.stats.as_dict() if handle else None,
+            "timesteps": timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)),
+            "calls": observer.calls,
+            "is_bf16": config.mixed_precision == "bf16",
+        }
+
+    records = {name: run(*given) for name, given in UNPATCHED.items()}
+    for name, settings in PATCHED.items():
+        source = name.split()[0]
+        unpatched, record = records[source], run(*UNPATCHED[source], settings)
+        records[name] = record
+        record["exact_errors"] = list(map(relative_error, record["gradients"], unpatched["gradients"]))
+        if "W=" in name or "default" in name:
+            unet = sd_standins.build_pipeline(UNPATCHED[source][1]).unet
+            expected = oracle_gradients(unet, unpatched, JaggConfig(**settings))
+            record["oracle_errors"] = list(map(relative_error, record["gradients"], expected))
+    for record in records.values():
+        del record["calls"]
+
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"  # beats what the trainer asks for
+    try:
+        run({}, torch.float32, {})
+    except JaggError as error:
+        records["refused"] = str(error)
+    torch.save(records, os.path.join(out, f"rank{dist.get_rank()}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -7,14 +7,15 @@ unset CDPATH "${left_by_git[@]}"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 hook='jagg_patch.install(globals()'
+declare -A state=() # of a trainer, as state_of says it
 
 usage() {
   cat <<EOF
 usage: ./apply.sh [ACTION] [--commit] [--only TRAINER] [DIR]
 
-DIR is a DanceGRPO or Flow-GRPO checkout, or unpacked tarball; which of them is told by its files. Without DIR: upstream/DanceGRPO
-and upstream/flow_grpo, those that are there. When applying, upstream/DanceGRPO, or upstream/flow_grpo where that is named, is
-cloned at the pinned commit if absent.
+DIR is a DanceGRPO or Flow-GRPO checkout or unpacked tarball; its files tell which. Without DIR: of upstream/DanceGRPO and
+upstream/flow_grpo those that are there, or with --only those of the named trainers. Applying clones at the pinned commit what
+is named in either way but absent, and upstream/DanceGRPO if nothing is named and neither is there.
 
   (no action)       apply the patches and put the module beside the trainers; applying again updates both
   --check           say what applying would do to each trainer; change nothing
@@ -51,35 +52,32 @@ use() { # an upstream: what follows is about it
   module=$(pin module)
 }
 
-all_trainers() { sed -n '/^#/d; s/\.patch$//p' "$patches/series"; }
+trainers_of() { sed -n '/^#/d; s/\.patch$//p' "${@/%//series}"; } # folders with patches
 
-every_trainer() { # of every upstream
-  local upstream patches module
-  for upstream in "${upstreams[@]}"; do
-    use "$upstream"
-    all_trainers
-  done
-}
+all_trainers() { trainers_of "$patches"; }
 
-is_selected() { [ ${#only[@]} -eq 0 ] || printf '%s\n' "${only[@]}" | grep -qxF -e "$1"; }
+every_trainer() { trainers_of "$here"/patches/*; } # of every upstream
 
-selected() { # those of --only if given, else those that the checkout has, in series order
+named() { all_trainers | grep -xF "$(printf '%s\n' "${only[@]}")"; } # by --only, in series order
+
+selected() { # the named ones if there is --only, else those that the checkout has
   local name
-  for name in $(all_trainers); do
-    if [ ${#only[@]} -eq 0 ] && ! has_file "$name"; then continue; fi
-    if is_selected "$name"; then echo "$name"; fi
-  done
+  if [ ${#only[@]} -gt 0 ]; then
+    named
+  else
+    for name in $(all_trainers); do
+      if has_file "$name"; then echo "$name"; fi
+    done
+  fi
 }
 
-target_of() { sed -n 's|^+++ b/||p' "$patches/$1.patch"; }
+target_of() { echo "${module%/*}/$1.py"; }
 
 context_of() { sed -n '/^@@/,$s/^ //p' "$patches/$1.patch"; } # the line before which the hook goes
 
 has_file() { [ -e "$dir/$(target_of "$1")" ] || [ -L "$dir/$(target_of "$1")" ]; }
 
 in_dir() { git -C "$dir" -c core.autocrlf=false -c apply.whitespace=nowarn "$@"; }
-
-prefix() { git -C "$dir" rev-parse --show-prefix 2>/dev/null || true; } # of DIR inside a repository that holds it
 
 # Patches of the named trainers, as one input: git apply writes nothing unless every hunk of it fits. Without
 # --directory it would skip every file of a DIR inside another repository, and still exit 0.
@@ -90,7 +88,7 @@ git_apply() { # options, --, trainers
     shift
   done
   shift
-  for name in "$@"; do cat "$patches/$name.patch"; done | in_dir apply --directory="$(prefix)" "${options[@]}"
+  (cd "$patches" && cat "${@/%/.patch}") | in_dir apply --directory="$prefix" "${options[@]}"
 }
 
 has_hook() { grep -qsF "$hook" "$dir/$(target_of "$1")"; }
@@ -111,7 +109,7 @@ state_of() {
   file=$(target_of "$1")
   if [ ! -f "$dir/$file" ]; then
     echo "the file is missing"
-  elif [ -L "$dir/$file" ] || [ -L "$(dirname "$dir/$file")" ]; then
+  elif [ -L "$dir/$file" ] || [ -L "$dir/${module%/*}" ]; then
     echo "a symbolic link, which git does not patch; put the file itself there, or name the folder that it is in"
   elif has_hook "$1"; then
     if git_apply --check --reverse -- "$1" 2>/dev/null; then echo applied; else
@@ -119,33 +117,42 @@ state_of() {
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
     if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
-  elif tr '\r' '@' <"$dir/$file" | grep -qxF "$(context_of "$1")@"; then
+  elif grep -qxF "$(context_of "$1")"$'\r' "$dir/$file"; then
     echo "its lines end in CRLF; convert it (dos2unix), then apply again"
+  elif [ -n "$(tail -c 1 "$dir/$file")" ] && [ "$(tail -n 1 "$dir/$file")" = "$(context_of "$1")" ]; then
+    echo "its last line lacks the newline; add it"
   else
     echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; restore it or see 'Moving to a new upstream' in the README"
   fi
 }
 
+look() { # into trainers, and for each into state
+  local name
+  mapfile -t trainers < <(selected)
+  state=()
+  for name in "${trainers[@]}"; do state[$name]=$(state_of "$name"); done
+}
+
 in_state() {
   local name
-  for name in $(selected); do
-    if [ "$(state_of "$name")" = "$1" ]; then echo "$name"; fi
+  for name in "${trainers[@]}"; do
+    if [ "${state[$name]}" = "$1" ]; then echo "$name"; fi
   done
 }
 
 report() { # a line a trainer, with $1 for those that aren't patched yet; returns 1 if one can't be
-  local name state status=0
-  for name in $(selected); do
-    state=$(state_of "$name")
-    case $state in
+  local name said status=0
+  for name in "${trainers[@]}"; do
+    said=${state[$name]}
+    case $said in
       applied) ;;
-      ready) state=$1 ;;
-      *) state="refused: $state" status=1 ;;
+      ready) said=$1 ;;
+      *) said="refused: $said" status=1 ;;
     esac
-    printf '  %-40s %s\n' "$(target_of "$name")" "$state"
+    printf '  %-40s %s\n' "$(target_of "$name")" "$said"
   done
   for name in $(all_trainers); do
-    if ! has_file "$name" && is_selected "$name" && [ ${#only[@]} -eq 0 ]; then
+    if [ ${#only[@]} -eq 0 ] && ! has_file "$name"; then
       printf '  %-40s %s\n' "$(target_of "$name")" "not in this checkout"
     fi
   done
@@ -212,7 +219,7 @@ begin() {
   trap 'rm -rf "$backup"' EXIT
   local name
   rm -rf "${dir:?}/$module.new" "${dir:?}/$module.old" # of a run that was killed
-  for name in $(selected); do
+  for name in "${trainers[@]}"; do
     if [ -f "$dir/$(target_of "$name")" ]; then cp -p "$dir/$(target_of "$name")" "$backup/$name"; fi
   done
   if [ -n "$exclude" ] && [ -f "$exclude" ]; then cp -p "$exclude" "$backup/exclude"; fi
@@ -223,7 +230,7 @@ begin() {
 
 put_back() {
   local name
-  for name in $(selected); do
+  for name in "${trainers[@]}"; do
     if [ -f "$backup/$name" ] && ! cmp -s "$backup/$name" "$dir/$(target_of "$name")"; then
       cp -p "$backup/$name" "$dir/$(target_of "$name")"
     fi
@@ -274,27 +281,26 @@ require_upstream() { # and use it
   mapfile -t found < <(upstreams_in "$dir")
   case ${#found[@]} in
     0)
-      mapfile -t targets < <(every_target)
+      mapfile -t targets < <(git config --file "$here/upstream/pins.ini" --get-regexp '^upstream\..*\.file$' | cut -d ' ' -f 2-)
       die 1 "$dir is neither a DanceGRPO nor a Flow-GRPO checkout: it has none of" "${targets[@]}"
       ;;
     1) use "${found[0]}" ;;
     *) die 1 "$dir has trainers of several upstreams (${found[*]})" "give each a folder of its own" ;;
   esac
   if [ -e "$dir/.git" ] && ! said=$(git -C "$dir" rev-parse --git-dir 2>&1); then die 1 "$dir: git can't read it" "$said"; fi
-  if [ -z "$(selected)" ]; then die 1 "$dir is a $(pin folder) checkout, without ${only[*]}" "its trainers are $(all_trainers | xargs)"; fi
+  require_own_trainers
 }
 
-every_target() {
-  local upstream patches module
-  for upstream in "${upstreams[@]}"; do
-    use "$upstream"
-    pin file
-  done
+require_own_trainers() { # one checkout can't have what --only names of the other upstream
+  local others
+  if [ ${#only[@]} -eq 0 ] || [ ${#dirs[@]} -gt 1 ]; then return; fi
+  mapfile -t others < <(printf '%s\n' "${only[@]}" | grep -vxF "$(all_trainers)")
+  [ ${#others[@]} -eq 0 ] || die 1 "$dir: $(pin folder) has no ${others[*]}" "its trainers are $(all_trainers | xargs)"
 }
 
 require_room_for_module() {
   local place
-  for place in "$(dirname "$dir/$module")" "$exclude"; do
+  for place in "$dir/${module%/*}" "$exclude"; do
     if [ -e "$place" ] && is_read_only "$place"; then die 1 "$place: it is read-only, and has to change" "make it writable (chmod u+w)"; fi
   done
 }
@@ -341,15 +347,16 @@ do_check() {
   require_no_other_module
   printf '  %-40s %s\n' "$module" "$(module_state)"
   while read -r file reason; do
-    if [ -f "$dir/$file" ]; then printf '  %-40s not supported: %s\n' "$file" "$reason"; fi
+    if [ ${#only[@]} -eq 0 ] && [ -f "$dir/$file" ]; then printf '  %-40s not supported: %s\n' "$file" "$reason"; fi
   done < <(pin unsupported)
 }
 
-do_apply() {
-  local todo loose=() name patch_files=() head
+may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, of which `loose` are patched, but not in a commit
+  local name
+  loose=()
   if ! report "" >/dev/null; then
     report "not applied" >&2 || true
-    die 1 "refused; nothing was changed in $dir"
+    die 1 "$dir: refused; nothing was changed" "to leave a trainer out, name the others with --only"
   fi
   require_room_for_module
   require_no_other_module
@@ -358,19 +365,25 @@ do_apply() {
     for name in $(in_state applied); do
       if ! committed "$name"; then loose+=("$name"); fi # a plain apply came before: git am wants the file as it was
     done
+    require_committable "${todo[@]}" "${loose[@]}"
+    require_unedited "${todo[@]}"
     todo+=("${loose[@]}")
-    require_committable "${todo[@]}"
   fi
+}
+
+do_apply() {
+  local todo loose name patch_files=() head
+  may_apply
   begin
   put_module
   if [ -z "$commit" ]; then
     if [ ${#todo[@]} -gt 0 ]; then git_apply -- "${todo[@]}"; fi
   else
     if [ ${#loose[@]} -gt 0 ]; then git_apply --reverse -- "${loose[@]}"; fi
-    require_unedited "${todo[@]}"
+    require_unedited "${loose[@]}"
     for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
     head=$(git -C "$dir" rev-parse HEAD)
-    if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$(prefix)" "${patch_files[@]}" >&2; then
+    if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$prefix" "${patch_files[@]}" >&2; then
       if ! git -C "$dir" am --abort >/dev/null 2>&1; then # as in a clone that lacks objects; put_back does the files
         git -C "$dir" am --quit
         git -C "$dir" update-ref HEAD "$head"
@@ -379,21 +392,23 @@ do_apply() {
       die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
     fi
   fi
-  keep_modes "${todo[@]}"
-  for name in $(selected); do # git apply's word isn't enough
+  for name in "${todo[@]}"; do # git apply's word isn't enough
     has_hook "$name" || die 1 "$dir/$(target_of "$name"): git reported success, but the hook is not there" "please report this, with git --version"
   done
+  keep_modes "${todo[@]}"
   finish
+  look
   echo "JAGG $(module_version "$here/jagg_patch") in $dir:"
   report ""
   if [ -n "$commit" ]; then echo "the module isn't in the commits: run ./apply.sh on every clone"; fi
   echo "train as before; JAGG_ENABLED=0 turns it off, ./apply.sh --reverse takes it out"
 }
 
-do_reverse() {
-  local applied name were_committed=() files=()
-  for name in $(selected); do
-    if has_hook "$name" && [ "$(state_of "$name")" != applied ]; then die 1 "$dir/$(target_of "$name"): $(state_of "$name")"; fi
+may_reverse() { # refuse, or tell what is to be done: take out of the trainers `applied`, of which commits have `were_committed`
+  local name
+  were_committed=()
+  for name in "${trainers[@]}"; do
+    if has_hook "$name" && [ "${state[$name]}" != applied ]; then die 1 "$dir/$(target_of "$name"): ${state[$name]}"; fi
   done
   mapfile -t applied < <(in_state applied)
   for name in "${applied[@]}"; do
@@ -405,6 +420,11 @@ do_reverse() {
     require_committable "${were_committed[@]}"
     require_unedited "${were_committed[@]}"
   fi
+}
+
+do_reverse() {
+  local applied were_committed name files=()
+  may_reverse
   begin
   if [ ${#applied[@]} -gt 0 ]; then git_apply --reverse -- "${applied[@]}"; fi
   keep_modes "${applied[@]}"
@@ -433,7 +453,7 @@ clone_pin() {
   partial=$here/upstream/.$folder.partial
   echo "cloning $url at ${commit:0:12} into upstream/$folder"
   rm -rf "$partial"
-  if ! { git clone "$url" "$partial" && check_out "$partial" "$commit"; }; then
+  if ! { git clone --config core.autocrlf=false "$url" "$partial" && check_out "$partial" "$commit"; }; then
     rm -rf "$partial"
     die 1 "could not clone $url" "where there is network: git clone $url && git -C $folder checkout $commit" \
       "then copy the folder here and run ./apply.sh DIR"
@@ -456,7 +476,7 @@ while [ $# -gt 0 ]; do
     --commit) commit=yes ;;
     --only)
       [ $# -gt 1 ] || bad_usage "--only needs a trainer"
-      every_trainer | grep -qxF -e "$2" || bad_usage "--only $2: there is no patch of that name; there are $(every_trainer | xargs)"
+      every_trainer | grep -xF -e "$2" >/dev/null || bad_usage "--only $2: there is no patch of that name; there are $(every_trainer | xargs)"
       only+=("$2")
       shift
       ;;
@@ -480,30 +500,68 @@ if [ "$action" = demo ]; then
   exec "$python" "$here/upstream/demo.py" --out "${rest[0]:-$here/demo-output}"
 fi
 
-# Without DIR: the default checkouts that are there, of upstreams that --only doesn't leave out.
-default_dirs() {
-  local upstream patches module wanted=()
+default_dir() { echo "$here/upstream/$(pin folder)"; }
+
+default_dirs() { # into dirs: those of the trainers that --only names, else those that are there, else the first
+  local upstream patches module
   for upstream in "${upstreams[@]}"; do
     use "$upstream"
-    for name in $(all_trainers); do
-      if is_selected "$name"; then
-        wanted+=("$here/upstream/$(pin folder)")
-        break
-      fi
-    done
+    if [ ${#only[@]} -gt 0 ]; then [ -n "$(named)" ]; else [ -e "$(default_dir)" ]; fi || continue
+    dirs+=("$(default_dir)")
   done
-  ls -d "${wanted[@]}" 2>/dev/null || echo "${wanted[0]}"
+  if [ ${#dirs[@]} -eq 0 ]; then
+    use "${upstreams[0]}"
+    dirs=("$(default_dir)")
+  fi
 }
 
-if [ ${#rest[@]} -gt 0 ]; then dirs=("${rest[@]}"); else mapfile -t dirs < <(default_dirs); fi
-for dir in "${dirs[@]}"; do
+clone_if_default() {
+  local upstream patches module
   for upstream in "${upstreams[@]}"; do
     use "$upstream"
-    if [ "$action" = apply ] && [ ! -e "$dir" ] && [ "$(realpath -m "$dir")" = "$here/upstream/$(pin folder)" ]; then clone_pin; fi
+    if [ "$(realpath -m "$dir")" = "$(default_dir)" ]; then
+      require_own_trainers
+      clone_pin
+    fi
   done
+}
+
+enter() { # the checkout dir
   require_upstream
   dir=$(cd "$dir" && pwd -P)
   exclude=$(exclude_file)
-  if [ ${#dirs[@]} -gt 1 ] && [ "$action" != apply ] && [ "$action" != reverse ]; then echo "$dir:"; fi
-  "do_$action"
-done
+  prefix=$(git -C "$dir" rev-parse --show-prefix 2>/dev/null || true) # of DIR inside a repository that holds it
+  look
+}
+
+in_each() { # a function that changes nothing, in every checkout; exit if it refuses one
+  local status=0
+  for dir in "${dirs[@]}"; do
+    if [ ${#dirs[@]} -gt 1 ]; then echo "$dir:"; fi
+    set +e
+    (
+      set -e
+      enter
+      "$1"
+    )
+    status=$((status | $?))
+    set -e
+  done
+  [ $status -eq 0 ] || exit 1
+}
+
+dirs=("${rest[@]}")
+if [ ${#dirs[@]} -eq 0 ]; then default_dirs; fi
+case $action in
+  check | status) in_each "do_$action" ;;
+  *)
+    for dir in "${dirs[@]}"; do
+      if [ "$action" = apply ] && [ ! -e "$dir" ]; then clone_if_default; fi
+    done
+    if [ ${#dirs[@]} -gt 1 ]; then in_each "may_$action" >/dev/null; fi # before the first is changed
+    for dir in "${dirs[@]}"; do
+      enter
+      "do_$action"
+    done
+    ;;
+esac

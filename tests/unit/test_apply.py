@@ -1,4 +1,7 @@
-"""apply.sh on small stand-ins for a DanceGRPO checkout: real files, real git, and after each call a look at the whole tree."""
+"""apply.sh on stand-ins for checkouts of both upstreams: real files, real git, and after each call a look at the whole tree.
+
+The core is tested on all trainers of each upstream, the rest on a checkout with three of DanceGRPO's.
+"""
 
 import ast
 import os
@@ -13,37 +16,71 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = ROOT / "patches" / "dancegrpo"
-SERIES = [line for line in (PATCHES / "series").read_text().splitlines() if not line.startswith("#")]
-TRAINERS = [name.removesuffix(".patch") for name in SERIES]
+FOLDERS = {"dancegrpo": "DanceGRPO", "flow_grpo": "flow_grpo"}  # upstream: its default place in upstream/
+SERIES = {
+    upstream: [line for line in (ROOT / "patches" / upstream / "series").read_text().splitlines() if not line.startswith("#")]
+    for upstream in FOLDERS
+}
+ALL_TRAINERS = {upstream: [patch.removesuffix(".patch") for patch in series] for upstream, series in SERIES.items()}
+ALL_FILES = {
+    "dancegrpo": [f"fastvideo/{trainer}.py" for trainer in ALL_TRAINERS["dancegrpo"]],
+    "flow_grpo": [f"scripts/{trainer}.py" for trainer in ALL_TRAINERS["flow_grpo"]],
+}
+TRAINERS = ["train_grpo_flux", "train_grpo_flux_lora", "train_grpo_sd"]
 FILES = [f"fastvideo/{trainer}.py" for trainer in TRAINERS]
+FLOW_FILES = ["scripts/train_sd3.py", "scripts/train_sd3_GRPO_Guard.py", "scripts/train_qwenimage_edit.py"]
 MODULE = "fastvideo/jagg_patch"
-PARSE = "    args = parser.parse_args()\n"
-HOOK = "".join(re.findall(r"^\+(?!\+)(.*\n)", (PATCHES / SERIES[0]).read_text(), re.M))
-SOURCE = f'''\
-"""Stand-in for a trainer: prints its arguments."""
+# The line before which a hook goes, and the hook.
+PARSE, RUN = "    args = parser.parse_args()\n", "    app.run(main)\n"
+HOOKS = {
+    context: "".join(re.findall(r"^\+(?!\+)(.*\n)", (ROOT / "patches" / patch).read_text(), re.M))
+    for context, patch in ((PARSE, "dancegrpo/train_grpo_flux.patch"), (RUN, "flow_grpo/train_sd3.patch"))
+}
+GUARD = 'if __name__ == "__main__":\n'
+PARSING_SOURCE = f'''\
+"""Stand-in for a trainer with a parser: prints its arguments."""
 import argparse
 
 
 def main(args):
-    print(vars(args))
+    print({{f"--{{name}}": value for name, value in vars(args).items()}})
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
+{GUARD}    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", default=3)
 
 
 {PARSE}    main(args)
 '''
+RUN_SOURCE = f'''\
+"""Stand-in for a trainer that absl starts: prints its arguments."""
+import sys
+
+
+class app:
+    """Stand-in for absl's."""
+
+    def run(main, default=3):
+        main(sys.argv)
+
+
+def main(argv):
+    print(dict(zip(argv[1::2], argv[2::2])))
+
+
+{GUARD}{RUN}'''
 # In place of jagg_patch where a hooked trainer is run: no torch needed.
 STAND_IN_MODULE = """\
 __version__ = "stand-in"
 
 
-def install(namespace, parser):
-    assert namespace["__name__"] == "__main__" and callable(namespace["main"])
-    parser.add_argument("--added_by_hook", default=__file__)
+def install(namespace, parser=None):
+    main = namespace["main"]
+    assert namespace["__name__"] == "__main__" and callable(main)
+    if parser is None:
+        namespace["main"] = lambda argv: main([*argv, "--added_by_hook", __file__])
+    else:
+        parser.add_argument("--added_by_hook", default=__file__)
 """
 GITCONFIG = "[user]\n\tname = Tester\n\temail = tester@example.org\n"
 HOSTILE_GITCONFIG = "[apply]\n\twhitespace = error\n[core]\n\twhitespace = indent-with-non-tab,tabwidth=4\n\tautocrlf = true\n"
@@ -66,13 +103,18 @@ def git(directory, *args):
     return subprocess.run(["git", "-C", directory, *args], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def write_upstream(directory):
-    """The trainers, the last one without a newline at its end."""
-    (directory / "fastvideo").mkdir(parents=True)
+def source_of(file):
+    """One that ends in `main(args)` may lack the newline at its end."""
+    if file.startswith("scripts/") or file == "fastvideo/train_grpo_sd.py":
+        return RUN_SOURCE
+    return PARSING_SOURCE.removesuffix("\n" if file == "fastvideo/train_grpo_flux_lora.py" else "")
+
+
+def write_upstream(directory, files=FILES):
+    (directory / files[0]).parent.mkdir(parents=True)
     (directory / "README.md").write_text("stand-in\n")
-    for file in FILES:
-        (directory / file).write_text(SOURCE)
-    (directory / FILES[-1]).write_text(SOURCE.removesuffix("\n"))
+    for file in files:
+        (directory / file).write_text(source_of(file))
     return directory
 
 
@@ -81,8 +123,8 @@ def commit_all(directory, message="upstream"):
     git(directory, "commit", "-qm", message)
 
 
-def make_checkout(directory):
-    git(write_upstream(directory), "init", "-q")
+def make_checkout(directory, files=FILES):
+    git(write_upstream(directory, files), "init", "-q")
     commit_all(directory)
     return directory
 
@@ -97,8 +139,18 @@ def checkout(tmp_path):
     return make_checkout(tmp_path / "DanceGRPO")
 
 
+@pytest.fixture(params=FOLDERS)
+def upstream(request):
+    return request.param
+
+
+@pytest.fixture
+def full_checkout(tmp_path, upstream):
+    return make_checkout(tmp_path / FOLDERS[upstream], ALL_FILES[upstream])
+
+
 def copy_patch_set(directory):
-    """What apply.sh needs, to change at will. Not the checkout in upstream/."""
+    """What apply.sh needs, to change at will. Not the checkouts in upstream/."""
     (directory / "upstream").mkdir(parents=True)
     for name in ("apply.sh", "upstream/pins.ini"):
         shutil.copy(ROOT / name, directory / name)
@@ -143,8 +195,13 @@ def snapshot(top, all_of_git=False):
 
 
 def hooked(source):
-    assert source.count(PARSE) == 1
-    return source.replace(PARSE, HOOK + PARSE)
+    context = PARSE if PARSE in source else RUN
+    assert source.count(context) == 1
+    return source.replace(context, HOOKS[context] + context)
+
+
+def trainers_in(entries):
+    return [file for files in ALL_FILES.values() for file in files if file in entries]
 
 
 def module_files(module):
@@ -155,23 +212,24 @@ def module_files(module):
     }
 
 
-def others(entries):
+def others(entries, trainers, module):
     """Those that applying leaves alone."""
     return {
         name: entry
         for name, entry in entries.items()
-        if name not in [*FILES, ".git/info/exclude"] and not Path(name).is_relative_to(MODULE)
+        if name not in [*trainers, ".git/info/exclude"] and not Path(name).is_relative_to(module)
     }
 
 
 def assert_applied(directory, before):
-    """Compared with snapshot `before`: each trainer has the hook, the module is there, and nothing else is different."""
-    after = snapshot(directory)
-    for file in FILES:
+    """Compared with snapshot `before`: each trainer has the hook, the module is beside it, and nothing else is different."""
+    after, trainers = snapshot(directory), trainers_in(before)
+    module = Path(trainers[0]).with_name("jagg_patch")
+    for file in trainers:
         mode, content = before[file]
         assert after[file] == (mode, hooked(content.decode()).encode())
-    assert module_files(directory / MODULE) == module_files(ROOT / "jagg_patch")
-    assert others(after) == others(before)
+    assert module_files(directory / module) == module_files(ROOT / "jagg_patch")
+    assert others(after, trainers, module) == others(before, trainers, module)
 
 
 def assert_refused(directory, *args, says, status=1, **options):
@@ -203,33 +261,47 @@ def edit(path, old, new):
 # Apply, look, take out
 
 
-def test_checkout_round_trip(checkout):
+def test_checkout_round_trip(full_checkout, upstream):
+    checkout, files = full_checkout, ALL_FILES[upstream]
     before = snapshot(checkout)
-    printed = run_apply(checkout)
-    for file in FILES:
-        assert re.search(rf"{file} +applied", printed)
-    assert_applied(checkout, before)
-    assert git(checkout, "status", "--porcelain").split() == [word for file in sorted(FILES) for word in ("M", file)]
+    for action, says in (("--check", "supported, ready to apply"), ("--status", "not applied")):
+        assert re.findall(rf"(\S+) +{says}$", run_apply(action, checkout), re.M) == files
+        assert snapshot(checkout) == before
 
-    assert f"taken out of {len(FILES)} trainer(s)" in run_apply("--reverse", checkout)
+    assert re.findall(r"(\S+) +applied$", run_apply(checkout), re.M) == files
+    assert_applied(checkout, before)
+    assert git(checkout, "status", "--porcelain").split() == [word for file in sorted(files) for word in ("M", file)]
+    applied = snapshot(checkout)
+    for action in ([], ["--check"], ["--status"]):
+        assert re.findall(r"(\S+) +applied$", run_apply(*action, checkout), re.M) == files
+        assert snapshot(checkout) == applied
+
+    assert f"taken out of {len(files)} trainer(s)" in run_apply("--reverse", checkout)
     assert snapshot(checkout) == before
     assert git(checkout, "status", "--porcelain", "--ignored") == ""
 
 
-@pytest.mark.parametrize("action", [(), ("--check",), ("--status",)])
-def test_nothing_changes_once_applied(checkout, action):
-    run_apply(checkout)
-    applied = snapshot(checkout)
-    printed = run_apply(*action, checkout)
-    assert printed.count(" applied") == len(FILES)
-    assert snapshot(checkout) == applied
+def test_what_a_checkout_lacks_is_told(checkout):
+    """Older checkouts and forks have some of the trainers: those are patched."""
+    lacking = [file for file in ALL_FILES["dancegrpo"] if file not in FILES]
+    for action in (["--check"], ["--status"], []):
+        printed = run_apply(*action, checkout)
+        assert re.findall(r"(\S+) +not in this checkout$", printed, re.M) == lacking
+        assert "scripts/" not in printed
 
 
-@pytest.mark.parametrize(("action", "says"), [("--check", "ready to apply"), ("--status", "not applied")])
-def test_looking_changes_nothing(checkout, action, says):
+def test_check_names_what_is_not_supported(tmp_path):
+    checkout = write_upstream(tmp_path / "flow_grpo", FLOW_FILES)
+    for name in ("train_bagel", "train_sd3_sft"):
+        (checkout / f"scripts/{name}.py").write_text(RUN_SOURCE)
+    last = run_apply("--check", checkout).splitlines()[-2:]
+    for line, file, reason in zip(
+        last, ("scripts/train_bagel.py", "scripts/train_sd3_sft.py"), ("method of the model", "not GRPO")
+    ):
+        assert re.match(rf" +{file} +not supported: .*{reason}", line)
     before = snapshot(checkout)
-    assert run_apply(action, checkout).count(says) == len(FILES)
-    assert snapshot(checkout) == before
+    run_apply(checkout)
+    assert_applied(checkout, before)
 
 
 def test_reverse_of_nothing_changes_nothing(checkout):
@@ -434,19 +506,25 @@ def test_git_that_distrusts_the_owner(checkout):
 
 def test_patch_set_and_checkout_in_oddly_named_folders(tmp_path):
     folder = tmp_path / "R&D a|b 'c' \\1 $HOME *"
+    patch_set = copy_patch_set(folder / "patch-set")
     checkout = make_checkout(folder / "DanceGRPO")
-    before = snapshot(checkout)
-    run_apply(checkout, patch_set=copy_patch_set(folder / "patch-set"))
-    assert_applied(checkout, before)
-
-
-@pytest.mark.parametrize("trainer", FILES)
-def test_hooked_trainer_calls_the_module_beside_it(checkout, patch_set, tmp_path, trainer):
-    (patch_set / "jagg_patch/__init__.py").write_text(STAND_IN_MODULE)
+    defaults = [make_checkout(patch_set / "upstream/DanceGRPO"), make_checkout(patch_set / "upstream/flow_grpo", FLOW_FILES)]
+    before = [snapshot(directory) for directory in (checkout, *defaults)]
     run_apply(checkout, patch_set=patch_set)
-    command = [sys.executable, checkout / trainer, "--steps", "7"]
-    printed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert ast.literal_eval(printed) == {"steps": 7, "added_by_hook": str(checkout / MODULE / "__init__.py")}
+    run_apply(patch_set=patch_set)
+    for directory, entries in zip((checkout, *defaults), before):
+        assert_applied(directory, entries)
+
+
+def test_hooked_trainers_call_the_module_beside_them(full_checkout, upstream, patch_set, tmp_path):
+    (patch_set / "jagg_patch/__init__.py").write_text(STAND_IN_MODULE)
+    run_apply(full_checkout, patch_set=patch_set)
+    for file in ALL_FILES[upstream]:
+        trainer = full_checkout / file
+        command = [sys.executable, trainer, "--steps", "7"]
+        printed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+        module = trainer.parent / "jagg_patch/__init__.py"
+        assert ast.literal_eval(printed) == {"--steps": "7", "--added_by_hook": str(module)}
 
 
 def test_mini_trainer_runs_hooked(tmp_path, patch_set):
@@ -455,7 +533,6 @@ def test_mini_trainer_runs_hooked(tmp_path, patch_set):
     shutil.copytree(ROOT / "upstream/mini", mini, ignore=shutil.ignore_patterns("data", "__pycache__"))
     trainer = mini / "fastvideo/train_grpo_flux.py"
     before = snapshot(mini)
-    assert_refused(mini, says=["fastvideo/train_grpo_flux_lora.py", "missing", "--only"])
     (patch_set / "jagg_patch/__init__.py").write_text(STAND_IN_MODULE)
     source = trainer.read_text()
     run_apply("--only", "train_grpo_flux", mini, patch_set=patch_set)
@@ -498,15 +575,27 @@ def test_module_stays_while_another_trainer_needs_it(checkout):
     run_apply("--reverse", "--only", TRAINERS[0], checkout)
     assert (checkout / MODULE / "install.py").exists()
     assert (checkout / FILES[0]).read_bytes() == before[FILES[0]][1]
-    run_apply("--reverse", "--only", TRAINERS[-1], checkout)
+    run_apply("--reverse", "--only", TRAINERS[1], "--only", TRAINERS[2], checkout)
     assert snapshot(checkout) == before
 
 
-def test_only_serves_where_a_trainer_is_missing(checkout):
+def test_only_for_a_trainer_that_is_missing_is_refused(checkout):
     (checkout / FILES[-1]).unlink()
-    assert_refused(checkout, says=[FILES[-1], "missing", "--only"])
-    run_apply("--only", TRAINERS[0], checkout)
-    assert HOOK in (checkout / FILES[0]).read_text()
+    args = ("--only", TRAINERS[0], "--only", TRAINERS[-1])
+    assert_refused(checkout, *args, says=[FILES[-1], "the file is missing"])
+    assert_refused(checkout, "--check", *args, says=[FILES[-1], "the file is missing"])
+
+
+@pytest.mark.parametrize("action", [(), ("--check",), ("--status",), ("--reverse",)])
+@pytest.mark.parametrize("only", [["train_sd3"], ["train_grpo_flux", "train_sd3"]], ids=["alone", "beside one that is there"])
+def test_only_for_a_trainer_of_the_other_upstream_is_refused(checkout, action, only):
+    args = [word for trainer in only for word in ("--only", trainer)]
+    printed = assert_refused(checkout, *action, *args, says=["has no train_sd3\n", *ALL_TRAINERS["dancegrpo"]])
+    assert "train_qwenimage" not in printed
+
+
+def test_only_takes_every_trainer():
+    run_apply(*[word for trainers in ALL_TRAINERS.values() for name in trainers for word in ("--only", name)], "--help")
 
 
 # --commit
@@ -520,10 +609,11 @@ def assert_committed(directory, before):
     assert_applied(directory, before)
     assert git(directory, "status", "--porcelain") == ""
     added = subjects(directory)[1:]
-    assert [subject.partition(":")[0] for subject in added] == TRAINERS
+    assert [subject.partition(":")[0] for subject in added] == [Path(file).stem for file in trainers_in(before)]
 
 
-def test_commit_and_reverse(checkout):
+def test_commit_and_reverse(full_checkout, upstream):
+    checkout = full_checkout
     before = snapshot(checkout)
     run_apply("--commit", checkout)
     assert_committed(checkout, before)
@@ -534,24 +624,23 @@ def test_commit_and_reverse(checkout):
     run_apply("--reverse", "--commit", checkout)
     assert snapshot(checkout) == before
     assert git(checkout, "status", "--porcelain", "--ignored") == ""
-    assert len(subjects(checkout)) == len(FILES) + 2
+    assert len(subjects(checkout)) == len(ALL_FILES[upstream]) + 2
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("import argparse\n", "import argparse\nimport os\n"),
-        ("default=3)\n", 'default=3)\n    parser.add_argument("--more", default=1)\n'),
-        ("    main(args)", "    print(args)\n    main(args)"),
-    ],
-    ids=["far above", "above the blank lines", "after"],
-)
-def test_rebase_carries_the_commits(checkout, old, new):
+LATER = {
+    "far above": lambda source: "import os\n" + source,
+    "before the guard": lambda source: source.replace(GUARD, "print()\n" + GUARD),
+    "after": lambda source: source.removesuffix("\n") + "\n    print()\n",
+}
+
+
+@pytest.mark.parametrize("change", LATER.values(), ids=LATER)
+def test_rebase_carries_the_commits(checkout, change):
     git(checkout, "branch", "upstream")
     run_apply("--commit", checkout)
     git(checkout, "checkout", "-q", "upstream")
     for file in FILES:
-        edit(checkout / file, old, new)
+        (checkout / file).write_text(change(source_of(file)))
     commit_all(checkout, "later upstream")
     later = snapshot(checkout)
     git(checkout, "checkout", "-q", "-")
@@ -703,11 +792,18 @@ def test_commit_of_untracked_trainers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("action", [(), ("--check",), ("--status",), ("--reverse",)])
-def test_not_dancegrpo(tmp_path, action):
+def test_of_no_upstream(tmp_path, action):
     directory = tmp_path / "other"
     directory.mkdir()
-    (directory / "train.py").write_text(SOURCE)
-    assert_refused(directory, *action, says=["not a DanceGRPO checkout", str(directory), *FILES])
+    (directory / "train.py").write_text(PARSING_SOURCE)
+    assert_refused(directory, *action, says=["neither", str(directory), *ALL_FILES["dancegrpo"], *ALL_FILES["flow_grpo"]])
+
+
+@pytest.mark.parametrize("action", [(), ("--check",), ("--status",), ("--reverse",), ("--only", "train_sd3")])
+def test_of_both_upstreams(checkout, action):
+    (checkout / "scripts").mkdir()
+    (checkout / "scripts/train_sd3.py").write_text(RUN_SOURCE)
+    assert_refused(checkout, *action, says=["several upstreams", "dancegrpo flow_grpo"])
 
 
 @pytest.mark.parametrize("action", [(), ("--check",), ("--status",), ("--reverse",)])
@@ -716,53 +812,80 @@ def test_no_such_directory(tmp_path, action):
     assert not list(tmp_path.iterdir())
 
 
-def change_line(file):
-    return lambda top: edit(top / file, PARSE, "    args = parser.parse_args(None)\n")
-
-
-def change_hook(file):
-    def change(top):
-        run_apply(top)
-        edit(top / file, "globals(), parser)", "globals(), parser, config)")
+def change_line(index):
+    def change(top, files):
+        file = top / files[index]
+        edit(file, *(("parse_args()", "parse_args(None)") if PARSE in file.read_text() else ("run(main)", "run(main, 3)")))
 
     return change
 
 
-def put_something_at_module(top):
-    (top / MODULE).mkdir()
-    (top / MODULE / "mine.py").write_text("mine = 1\n")
+def change_hook(index):
+    def change(top, files):
+        run_apply(top)
+        edit(top / files[index], "import jagg_patch  #", "import jagg_patch #")
+
+    return change
 
 
-def link_trainer(top):
-    (top / FILES[0]).rename(top / "elsewhere.py")
-    (top / FILES[0]).symlink_to("../elsewhere.py")
+def put_something_at_module(top, files):
+    module = (top / files[0]).with_name("jagg_patch")
+    module.mkdir()
+    (module / "mine.py").write_text("mine = 1\n")
 
 
-def link_module(top):
-    (top / MODULE).symlink_to(ROOT / "jagg_patch")
+def link_module(top, files):
+    (top / files[0]).with_name("jagg_patch").symlink_to(ROOT / "jagg_patch")
 
 
-PLACES = [FILES[0], FILES[-1], "fastvideo", ".git/info/exclude"]
-REFUSALS = {
-    "missing trainer": (lambda top: (top / FILES[-1]).unlink(), [FILES[-1], "missing", "--only"]),
-    "line changed in the first": (change_line(FILES[0]), [FILES[0], "args = parser.parse_args()"]),
-    "line changed in the last": (change_line(FILES[-1]), [FILES[-1], "args = parser.parse_args()"]),
-    "hook changed in the first": (change_hook(FILES[0]), [FILES[0], "the hook is there but was edited"]),
-    "hook changed in the last": (change_hook(FILES[-1]), [FILES[-1], "the hook is there but was edited"]),
-    "something else at the module": (put_something_at_module, [MODULE, "something else"]),
-    "link at the module": (link_module, [MODULE, "something else"]),
-    "link in place of a trainer": (link_trainer, [FILES[0], "symbolic link"]),
-    "CRLF": (lambda top: edit(top / FILES[0], "\n", "\r\n"), [FILES[0], "CRLF"]),
+def link_trainer(top, files):
+    (top / files[0]).rename(top / "elsewhere.py")
+    (top / files[0]).symlink_to("../elsewhere.py")
+
+
+def convert_long_file(top, files):
+    """Longer than a pipe holds."""
+    file = top / files[0]
+    file.write_text((file.read_text() + "# more\n" * 50_000).replace("\n", "\r\n"))
+
+
+def end_without_newline(top, files):
+    (top / files[-1]).write_text(source_of(files[-1]).removesuffix("\n"))
+
+
+CONTEXT = {
+    FILES[0]: "('args = parser.parse_args()')",
+    FILES[-1]: "('app.run(main)')",
+    **dict.fromkeys(FLOW_FILES, "('app.run(main)')"),
+}
+REFUSALS = {  # what is done to a checkout; which of its files is refused, if it is one of them; what is said
+    "line changed in the first": (change_line(0), 0, "before which the hook goes"),
+    "line changed in the last": (change_line(-1), -1, "before which the hook goes"),
+    "hook changed in the first": (change_hook(0), 0, "the hook is there but was edited"),
+    "hook changed in the last": (change_hook(-1), -1, "the hook is there but was edited"),
+    "something else at the module": (put_something_at_module, None, "jagg_patch: something else"),
+    "link at the module": (link_module, None, "jagg_patch: something else"),
+    "link in place of a trainer": (link_trainer, 0, "symbolic link"),
+    "CRLF": (convert_long_file, 0, "CRLF"),
+    "no newline after the last line": (end_without_newline, -1, "lacks the newline"),
 }
 
 
-@pytest.mark.parametrize(("prepare", "says"), REFUSALS.values(), ids=REFUSALS)
-def test_refused(checkout, prepare, says):
+@pytest.mark.parametrize("files", [FILES, FLOW_FILES], ids=FOLDERS)
+@pytest.mark.parametrize(("prepare", "index", "says"), REFUSALS.values(), ids=REFUSALS)
+def test_refused(tmp_path, files, prepare, index, says):
     """All or nothing: the trainers that could be patched aren't either. --check foretells it."""
-    prepare(checkout)
+    checkout = make_checkout(tmp_path / "checkout", files)
+    prepare(checkout, files)
+    says = [says] if index is None else [f"{files[index]} ", says]
+    if "before which" in says[-1]:
+        says += [CONTEXT[files[index]]]
     printed = assert_refused(checkout, says=says)
     assert printed.count("apply.sh: ") == 1  # the reasons, then one line that says what became of it
     assert_refused(checkout, "--check", says=says)
+
+
+PLACES = [FILES[0], FILES[-1], "fastvideo", ".git/info/exclude"]
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -780,18 +903,26 @@ def test_reverse_of_read_only_is_refused(checkout, name):
         assert_refused(checkout, "--reverse", says=[name, "read-only"])
 
 
-@pytest.mark.parametrize("file", [FILES[0], FILES[-1]])
-def test_reverse_of_an_edited_hook_is_refused(checkout, file):
-    change_hook(file)(checkout)
-    assert_refused(checkout, "--reverse", says=[file, "the hook is there but was edited"])
+@pytest.mark.parametrize("index", [0, -1])
+def test_reverse_of_an_edited_hook_is_refused(checkout, index):
+    change_hook(index)(checkout, FILES)
+    assert_refused(checkout, "--reverse", says=[FILES[index], "the hook is there but was edited"])
 
 
 @pytest.mark.parametrize("prepare", [put_something_at_module, link_module])
 def test_reverse_leaves_what_it_did_not_put_there(checkout, prepare):
-    prepare(checkout)
+    prepare(checkout, FILES)
     before = snapshot(checkout)
     run_apply("--reverse", checkout)
     assert snapshot(checkout) == before
+
+
+def path_with(directory, command, script):
+    """An environment in which `script` is run in place of `command`."""
+    (directory / "bin").mkdir()
+    (directory / "bin" / command).write_text(f"#!/bin/sh\n{script}")
+    (directory / "bin" / command).chmod(0o755)
+    return {"PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["fresh", "stale"])
@@ -801,16 +932,22 @@ def test_failure_half_way_is_undone(checkout, tmp_path, fate, status, applied):
     if applied:
         run_apply(checkout)
         (checkout / MODULE / "session.py").unlink()
-    failing = tmp_path / "bin/cp"
-    failing.parent.mkdir()
-    failing.write_text(
-        "#!/bin/sh\n"
-        "for target; do :; done\n"
-        f'case $target in *jagg_patch*) ;; *) exec {shutil.which("cp")} "$@" ;; esac\n'
-        f'mkdir "$target"; touch "$target/half.py"; echo "cp: no space left" >&2; {fate}\n'
-    )
-    failing.chmod(0o755)
-    assert_refused(checkout, says="no space left", status=status, env={"PATH": f"{failing.parent}:{os.environ['PATH']}"})
+    stand_in = f"""\
+for target; do :; done
+case $target in *jagg_patch*) ;; *) exec {shutil.which("cp")} "$@" ;; esac
+mkdir "$target"; touch "$target/half.py"; echo "cp: no space left" >&2; {fate}
+"""
+    assert_refused(checkout, says="no space left", status=status, env=path_with(tmp_path, "cp", stand_in))
+
+
+@pytest.mark.parametrize(("status", "says"), [(1, "no space left"), (0, "git reported success")])
+def test_a_trainer_that_git_loses_is_put_back(checkout, tmp_path, status, says):
+    """It removes the file before it writes the new one."""
+    stand_in = f"""\
+case "$*" in *"apply --directory=") rm {checkout / FILES[0]}; echo "error: no space left" >&2; exit {status} ;; esac
+exec {shutil.which("git")} "$@"
+"""
+    assert_refused(checkout, says=says, env=path_with(tmp_path, "git", stand_in))
 
 
 # Bad usage
@@ -837,6 +974,17 @@ def test_bad_usage(checkout, args, says):
     assert snapshot(checkout) == before
 
 
+@pytest.mark.parametrize("action", [(), ("--only", "train_sd3"), ("--help",)], ids=["apply", "--only", "--help"])
+def test_without_git(checkout, tmp_path, action):
+    (tmp_path / "bin").mkdir()
+    for command in ("bash", "cat", "dirname", "grep", "sed"):
+        (tmp_path / "bin" / command).symlink_to(shutil.which(command))
+    before, is_help = snapshot(checkout), action == ("--help",)
+    printed = run_apply(*action, checkout, status=0 if is_help else 1, env={"PATH": str(tmp_path / "bin")})
+    assert ("usage" if is_help else "git is not installed") in printed
+    assert snapshot(checkout) == before
+
+
 @pytest.mark.parametrize("action", [(), ("--reverse",)], ids=["apply", "reverse"])
 def test_empty_directory_name_is_not_the_default(patch_set, action):
     """A script's "$UNSET" must not reach upstream/DanceGRPO."""
@@ -848,7 +996,7 @@ def test_empty_directory_name_is_not_the_default(patch_set, action):
 
 def test_unknown_trainer_lists_all_that_are_known():
     printed = run_apply("--only", TRAINERS[0], "--only", "train_nothing", status=2)
-    for trainer in TRAINERS:
+    for trainer in [*ALL_TRAINERS["dancegrpo"], *ALL_TRAINERS["flow_grpo"]]:
         assert trainer in printed
 
 
@@ -858,13 +1006,82 @@ def test_help_names_every_option():
         assert option in printed
 
 
-# Without DIR: the clone at the pin
+# Without DIR: the default checkouts
 
 
-def pin_to(patch_set, url, commit):
+@pytest.fixture
+def both(patch_set):
+    """The default checkouts of a patch set."""
+    top = patch_set / "upstream"
+    return make_checkout(top / "DanceGRPO"), make_checkout(top / "flow_grpo", FLOW_FILES)
+
+
+def test_both_default_checkouts(patch_set, both):
+    before = [snapshot(checkout) for checkout in both]
+    for action, says in (("--check", "ready to apply"), ("--status", "not applied")):
+        printed = run_apply(action, patch_set=patch_set)
+        assert [line for line in printed.splitlines() if not line.startswith(" ")] == [f"{checkout}:" for checkout in both]
+        assert printed.count(says) == 6
+    run_apply(patch_set=patch_set)
+    for checkout, entries in zip(both, before):
+        assert_applied(checkout, entries)
+    run_apply("--reverse", patch_set=patch_set)
+    assert [snapshot(checkout) for checkout in both] == before
+
+
+def test_only_leaves_the_other_default_checkout_alone(patch_set, both):
+    before = snapshot(both[0], all_of_git=True)
+    printed = run_apply("--only", "train_sd3", patch_set=patch_set) + run_apply(
+        "--check", "--only", "train_sd3", patch_set=patch_set
+    )
+    assert "DanceGRPO" not in printed
+    assert snapshot(both[0], all_of_git=True) == before
+    assert (both[1] / FLOW_FILES[0]).read_text() == hooked(RUN_SOURCE)
+    assert (both[1] / FLOW_FILES[1]).read_text() == RUN_SOURCE
+
+
+def test_only_names_trainers_of_both_default_checkouts(patch_set, both):
+    run_apply("--only", TRAINERS[0], "--only", "train_sd3", patch_set=patch_set)
+    for checkout, files in zip(both, (FILES, FLOW_FILES)):
+        assert [file for file in files if "jagg" in (checkout / file).read_text()] == files[:1]
+
+
+@pytest.mark.parametrize("args", [(), ("--commit",), ("--reverse",)], ids=["apply", "commit", "reverse"])
+@pytest.mark.parametrize("index", [0, 1], ids=FOLDERS)
+def test_a_refusal_in_one_leaves_the_other(patch_set, both, args, index):
+    if args == ("--reverse",):
+        run_apply(patch_set=patch_set)
+        change_hook(0)(both[index], (FILES, FLOW_FILES)[index])
+    elif args == ("--commit",):
+        edit(both[index] / (FILES, FLOW_FILES)[index][0], "default=3", "default=5")
+    else:
+        change_line(0)(both[index], (FILES, FLOW_FILES)[index])
+    before = [snapshot(checkout, all_of_git=True) for checkout in both]
+    printed = run_apply(*args, patch_set=patch_set, status=1)
+    assert printed.count("apply.sh: ") == 1
+    assert str(both[index]) in printed
+    assert [snapshot(checkout, all_of_git=True) for checkout in both] == before
+
+
+def test_looking_goes_on_after_a_refusal(patch_set, both):
+    change_line(0)(both[0], FILES)
+    assert run_apply("--check", patch_set=patch_set, status=1).count("ready to apply") == 5
+    assert run_apply("--status", patch_set=patch_set).count("not applied") == 5
+    shutil.rmtree(both[0] / "fastvideo")
+    assert run_apply("--status", patch_set=patch_set, status=1).count("not applied") == 3
+
+
+# The clone at the pin
+
+
+def pin_to(patch_set, url, commit, upstream="dancegrpo"):
     pins = patch_set / "upstream/pins.ini"
     for name, value in (("url", url), ("commit", commit)):
-        git(patch_set, "config", "--file", pins, f"dancegrpo.{name}", value)
+        git(patch_set, "config", "--file", pins, f"upstream.{upstream}.{name}", value)
+
+
+def clones(patch_set):
+    return sorted(path.name for path in (patch_set / "upstream").iterdir() if path.name != "pins.ini")
 
 
 def test_clones_the_pin_once(patch_set, checkout):
@@ -879,7 +1096,7 @@ def test_clones_the_pin_once(patch_set, checkout):
     assert pinned[:12] in printed
     assert_applied(clone, before)
     assert git(clone, "rev-parse", "HEAD").strip() == pinned
-    assert sorted(path.name for path in (patch_set / "upstream").iterdir()) == ["DanceGRPO", "pins.ini"]
+    assert clones(patch_set) == ["DanceGRPO"]
 
     pin_to(patch_set, checkout.parent / "nowhere", pinned)
     applied = snapshot(clone)
@@ -903,47 +1120,131 @@ def test_clone_that_fails_leaves_nothing(patch_set, checkout, missing):
 
 
 @pytest.mark.parametrize("action", ["--check", "--status", "--reverse"])
-def test_only_applying_clones(patch_set, action):
+@pytest.mark.parametrize("args", [(), ("upstream/flow_grpo",), ("--only", "train_sd3")], ids=["default", "DIR", "--only"])
+def test_only_applying_clones(patch_set, action, args):
     before = snapshot(patch_set)
-    assert "no such directory" in run_apply(action, patch_set=patch_set, status=1)
+    assert "no such directory" in run_apply(action, *args, patch_set=patch_set, cwd=patch_set, status=1)
     assert snapshot(patch_set) == before
 
 
-# The patch files
+@pytest.fixture
+def flow_upstream(tmp_path, patch_set):
+    """What flow_grpo is pinned to."""
+    checkout = make_checkout(tmp_path / "flow_grpo", FLOW_FILES)
+    pin_to(patch_set, checkout, git(checkout, "rev-parse", "HEAD").strip(), "flow_grpo")
+    return checkout
+
+
+@pytest.mark.parametrize("argument", ["upstream/flow_grpo", "./upstream/../upstream/flow_grpo/"])
+def test_dir_that_is_a_default_place_is_cloned(patch_set, flow_upstream, argument):
+    run_apply(argument, patch_set=patch_set, cwd=patch_set)
+    assert clones(patch_set) == ["flow_grpo"]
+    assert_applied(patch_set / "upstream/flow_grpo", snapshot(flow_upstream))
+
+
+def test_named_trainer_s_upstream_is_cloned(patch_set, flow_upstream):
+    """Beside a default checkout of the other, which stays as it is unless it is named too."""
+    dance = make_checkout(patch_set / "upstream/DanceGRPO")
+    before = snapshot(dance)
+    flow = patch_set / "upstream/flow_grpo"
+    run_apply("--only", "train_sd3", patch_set=patch_set)
+    assert (flow / "scripts/train_sd3.py").read_text() == hooked(RUN_SOURCE)
+    assert snapshot(dance) == before
+    shutil.rmtree(flow)
+    run_apply("--only", "train_sd3", "--only", TRAINERS[0], patch_set=patch_set)
+    assert (flow / "scripts/train_sd3.py").read_text() == hooked(RUN_SOURCE)
+    assert (dance / FILES[0]).read_text() == hooked(PARSING_SOURCE)
+
+
+def test_clone_that_fails_leaves_the_other_checkout(patch_set, tmp_path):
+    make_checkout(patch_set / "upstream/DanceGRPO")
+    pin_to(patch_set, tmp_path / "nowhere", "0" * 40, "flow_grpo")
+    before = snapshot(patch_set)
+    assert "could not clone" in run_apply("--only", TRAINERS[0], "--only", "train_sd3", patch_set=patch_set, status=1)
+    assert snapshot(patch_set) == before
+
+
+@pytest.mark.parametrize("only", [["train_grpo_flux"], ["train_grpo_flux", "train_sd3"]], ids=["alone", "beside one of it"])
+def test_only_of_the_other_upstream_clones_nothing(patch_set, flow_upstream, only):
+    args = [word for trainer in only for word in ("--only", trainer)]
+    assert "has no train_grpo_flux\n" in run_apply(*args, "upstream/flow_grpo", patch_set=patch_set, cwd=patch_set, status=1)
+    assert clones(patch_set) == []
+
+
+def test_pin_on_no_branch(patch_set, flow_upstream):
+    """As GitHub keeps what a force push left behind, or a pull request: a clone doesn't bring it."""
+    before, pinned = snapshot(flow_upstream), git(flow_upstream, "rev-parse", "HEAD").strip()
+    git(flow_upstream, "update-ref", "refs/pull/1/head", "HEAD")
+    edit(flow_upstream / FLOW_FILES[0], "default=3", "default=5")
+    git(flow_upstream, "commit", "-qa", "--amend", "-m", "forced")
+    git(flow_upstream, "config", "uploadpack.allowAnySHA1InWant", "true")
+    pin_to(patch_set, f"file://{flow_upstream}", pinned, "flow_grpo")  # by a plain path git copies every object
+    run_apply("--only", "train_sd3", patch_set=patch_set)
+    run_apply(patch_set=patch_set)
+    assert git(patch_set / "upstream/flow_grpo", "rev-parse", "HEAD").strip() == pinned
+    assert_applied(patch_set / "upstream/flow_grpo", before)
+
+
+def test_clone_with_hostile_git_config(patch_set, flow_upstream, home):
+    with (home / ".gitconfig").open("a") as config:
+        config.write(HOSTILE_GITCONFIG)
+    run_apply("upstream/flow_grpo", patch_set=patch_set, cwd=patch_set)
+    assert_applied(patch_set / "upstream/flow_grpo", snapshot(flow_upstream))
+
+
+# The patch files and the pins
+
+
+EVERY_PATCH = [f"{upstream}/{patch}" for upstream, series in SERIES.items() for patch in series]
 
 
 def diff_lines(patch):
     """Lines of all hunks, with their first character."""
-    mail = (PATCHES / patch).read_text().removesuffix("\n").rpartition("\n-- \n")[0]
+    mail = (ROOT / "patches" / patch).read_text().removesuffix("\n").rpartition("\n-- \n")[0]
     return [line for hunk in re.split(r"^@@ .* @@.*\n", mail, flags=re.M)[1:] for line in hunk.splitlines()]
 
 
-def test_series_names_every_patch():
-    assert sorted(SERIES) == sorted(path.name for path in PATCHES.glob("*.patch"))
+def test_series_names_every_patch(upstream):
+    assert sorted(SERIES[upstream]) == sorted(path.name for path in (ROOT / "patches" / upstream).glob("*.patch"))
 
 
-def test_pins_name_the_files_that_are_patched():
-    targets = [re.findall(r"^\+\+\+ b/(.*)$", (PATCHES / patch).read_text(), re.M) for patch in SERIES]
-    assert targets == [[file] for file in FILES]
-    assert git(ROOT, "config", "--file", ROOT / "upstream/pins.ini", "--get-all", "dancegrpo.file").splitlines() == FILES
+def test_pins_name_the_files_that_are_patched(upstream):
+    def pin(name):
+        command = ["git", "config", "--file", ROOT / "upstream/pins.ini", "--get-all", f"upstream.{upstream}.{name}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+
+    texts = [(ROOT / "patches" / upstream / patch).read_text() for patch in SERIES[upstream]]
+    assert [re.findall(r"^\+\+\+ b/(.*)$", text, re.M) for text in texts] == [[file] for file in ALL_FILES[upstream]]
+    assert pin("file") == ALL_FILES[upstream]
+    assert pin("folder") == [FOLDERS[upstream]]
+    assert pin("module") == [str(Path(ALL_FILES[upstream][0]).with_name("jagg_patch"))]
+    for line in pin("unsupported"):
+        assert re.match(r"\S+\.py \S+", line)
+        assert line.split()[0] not in ALL_FILES[upstream]
 
 
-@pytest.mark.parametrize("patch", SERIES)
+@pytest.mark.parametrize("patch", EVERY_PATCH)
 def test_patch_adds_the_hook_and_carries_no_upstream_text(patch):
     lines = diff_lines(patch)
-    assert {line for line in lines if not line.startswith("+")} == {" " + PARSE.rstrip("\n")}
-    added = [line[1:].strip() for line in lines if line.startswith("+")]
-    assert 1 <= len(added) <= 3
-    assert added[-1] == "jagg_patch.install(globals(), parser)"
+    (context,) = {f"{line[1:]}\n" for line in lines if not line.startswith("+")}
+    assert context in HOOKS
+    assert "".join(f"{line[1:]}\n" for line in lines if line.startswith("+")) == HOOKS[context]
 
 
-@pytest.mark.parametrize("patch", SERIES)
-def test_patch_is_a_mail_that_gives_a_reason(patch, checkout, tmp_path):
-    with (PATCHES / patch).open() as mail:
-        command = ["git", "mailinfo", tmp_path / "message", tmp_path / "diff"]
-        head = subprocess.run(command, stdin=mail, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert re.search(rf"^Subject: {patch.removesuffix('.patch')}: ", head, re.M)
-    assert re.search(r"^Email: .+@.+", head, re.M)
-    assert len((tmp_path / "message").read_text().split("---")[0].strip().splitlines()) >= 2
-    git(checkout, "am", "-q", PATCHES / patch)
-    assert HOOK in (checkout / f"fastvideo/{patch.removesuffix('.patch')}.py").read_text()
+def test_hooks_are_short_and_call_install():
+    for context, arguments in ((PARSE, "globals(), parser"), (RUN, "globals()")):
+        lines = HOOKS[context].splitlines()
+        assert 1 <= len(lines) <= 3
+        assert lines[-1] == f"    jagg_patch.install({arguments})"
+
+
+def test_patches_are_mails_that_give_a_reason(full_checkout, upstream, tmp_path):
+    for patch, file in zip(SERIES[upstream], ALL_FILES[upstream]):
+        with (ROOT / "patches" / upstream / patch).open() as mail:
+            command = ["git", "mailinfo", tmp_path / "message", tmp_path / "diff"]
+            head = subprocess.run(command, stdin=mail, check=True, capture_output=True, text=True, timeout=60).stdout
+        assert re.search(rf"^Subject: {patch.removesuffix('.patch')}: ", head, re.M)
+        assert re.search(r"^Email: .+@.+", head, re.M)
+        assert len((tmp_path / "message").read_text().split("---")[0].strip().splitlines()) >= 2
+        git(full_checkout, "am", "-q", ROOT / "patches" / upstream / patch)
+        assert (full_checkout / file).read_text() == hooked(source_of(file))

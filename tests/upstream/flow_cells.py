@@ -1,0 +1,257 @@
+"""Runs under torchrun: a real Flow-GRPO trainer's whole `main` on a tiny pipeline, in one cell of settings after another.
+
+usage: torchrun ... flow_cells.py CHECKOUT TRAINER OUT; writes OUT/rank{N}.pt. What a trainer is given is in flow_setups/, a
+module each; the tests that read the cells are in test_flow_grpo.py. One epoch is run: `main` never ends by itself, so its
+evaluation, which comes before each epoch's rollout, ends it.
+"""
+
+import importlib
+import os
+import random
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import accelerate
+import flow_standins as standins
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, GradientState
+from observe import Loop, Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from jagg_patch import JaggConfig, JaggError, install
+
+LOOP = Loop(
+    step="compute_log_prob",
+    solver="sde_step_with_logprob",
+    index=lambda arguments: arguments["j"],
+    timesteps=lambda arguments: arguments["sample"]["timesteps"][:, arguments["j"]],
+)
+N_BATCHES = 2
+
+# Two batches of two samples on each rank, one optimizer step. The clip is wide: upstream's is below float32's rounding.
+CONFIG = {
+    "mixed_precision": "no",
+    "allow_tf32": False,
+    "resolution": 64,
+    "prompt_fn": "general_ocr",
+    "eval_freq": 1,
+    "save_freq": 1000,
+    "sample.num_steps": 10,
+    "sample.train_batch_size": 2,
+    "sample.num_image_per_prompt": 2,
+    "sample.num_batches_per_epoch": N_BATCHES,
+    "sample.sde_window_size": 3,
+    "sample.sde_type": "sde",
+    "train.batch_size": 2,
+    "train.gradient_accumulation_steps": N_BATCHES,
+    "train.timestep_fraction": 0.99,
+    "train.learning_rate": 1e-4,
+    "train.beta": 0.04,
+    "train.clip_range": 0.2,
+    "train.max_grad_norm": 1e9,
+    "train.ema": True,
+}
+
+# name: (configuration that differs, JAGG settings, None for the unpatched trainer, {} for the defaults)
+CELLS = {
+    "unpatched": ({}, None),
+    "off": ({}, dict(enabled=False)),
+    "frac 0": ({}, dict(frac=0)),
+    "W=2": ({}, dict(group_size=2, frac=1)),
+    "W=3": ({}, dict(group_size=3, frac=1)),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(frac=1)),  # 9 steps: 5 + 4
+    "default": ({}, {}),  # 9 steps: 5, then 4 exact
+    "no KL unpatched": ({"train.beta": 0.0}, None),
+    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1)),
+    "no KL W=4": ({"train.beta": 0.0}, dict(frac=1)),
+    "inner unpatched": ({"train.num_inner_epochs": 2}, None),
+    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1)),
+    "inner W=4": ({"train.num_inner_epochs": 2}, dict(frac=1)),
+}
+WINDOW_CELLS = {
+    "unpatched": ({}, None),
+    "off": ({}, dict(enabled=False)),
+    "frac 0": ({}, dict(frac=0)),
+    "W=2": ({}, dict(group_size=2, frac=1)),  # 2, then 1 exact
+    "default": ({}, {}),  # 3
+    "no KL unpatched": ({"train.beta": 0.0}, None),
+    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1)),
+    "no KL default": ({"train.beta": 0.0}, {}),
+    "inner unpatched": ({"train.num_inner_epochs": 2}, None),
+    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1)),
+    "window 4 unpatched": ({"sample.sde_window_size": 4}, None),
+    "window 4 W=2": ({"sample.sde_window_size": 4}, dict(group_size=2, frac=1)),  # 2 + 2
+    "window 4 default": ({"sample.sde_window_size": 4}, {}),
+    "window 2 unpatched": ({"sample.sde_window_size": 2}, None),
+    "window 2 default": ({"sample.sde_window_size": 2}, {}),
+    "window 0 unpatched": ({"sample.sde_window_size": 0}, None),
+    "window 0 default": ({"sample.sde_window_size": 0}, {}),  # 9 steps: 5, then 4 exact
+}
+
+
+class OneEpochIsOver(Exception):
+    pass
+
+
+def end_after_one_epoch(pipeline, test_dataloader, text_encoders, tokenizers, config, accelerator, global_step, *_):
+    """In the place of the trainer's evaluation."""
+    if global_step:
+        raise OneEpochIsOver
+
+
+def running(accelerator, engine):
+    """The class `accelerator`, but once made it says that it runs `engine`."""
+
+    def __init__(self, *args, **kwargs):
+        accelerator.__init__(self, *args, **kwargs)
+        self.state.distributed_type = DistributedType[engine]
+
+    return type("Accelerator", (accelerator,), {"__init__": __init__})
+
+
+def main(checkout, name, out):
+    torch.set_num_threads(1)
+    setup = importlib.import_module(f"flow_setups.{name.removeprefix('train_')}")
+    standins.install()
+    trainer = importlib.import_module(name)
+    trainer.eval = end_after_one_epoch
+    trainer.Accelerator = standins.with_scaler(trainer.Accelerator)
+    trainer.encode_prompt = setup.encode_prompt
+    trainer.get_peft_model = standins.with_trained_adapter(trainer.get_peft_model)
+    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        getattr(setup, "write_prompts", standins.write_prompts)(out / "prompts")
+    base = importlib.import_module("config.base")
+
+    def configure(changes):
+        config = base.get_config()
+        n_prompts = n_ranks * N_BATCHES  # two samples of each
+        own = {
+            "dataset": str(out / "prompts"),
+            "logdir": str(out / "logs"),
+            "save_dir": str(out),
+            "sample.unique_prompt_per_epoch": n_prompts,
+            "sample.unique_sample_per_epoch": n_prompts,
+        }
+        config.update_from_flattened_dict(CONFIG | own | setup.CONFIG | changes)
+        return config
+
+    logged = []
+    reduce = accelerate.Accelerator.reduce
+
+    def recording_reduce(accelerator, tensors, *args, **kwargs):
+        reduced = reduce(accelerator, tensors, *args, **kwargs)
+        logged.append({key: float(value) for key, value in reduced.items()})
+        return reduced
+
+    accelerate.Accelerator.reduce = recording_reduce
+
+    def run(changes, settings, second_weights=None):
+        """One cell; its second optimizer step, if there is one, from `second_weights`."""
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        logged.clear()
+        pipeline = setup.build()
+        setattr(trainer, setup.PIPELINE, SimpleNamespace(from_pretrained=lambda *_, **__: pipeline))
+        config = configure(changes)
+        trainer.FLAGS = SimpleNamespace(config=config)
+        transformer, weights = pipeline.transformer, []
+        observer = Observer(transformer)
+        handle = None
+        if settings is not None:
+            handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
+
+        def replace_weights(*_):
+            if second_weights is not None and len(weights) == 1:
+                torch.nn.utils.vector_to_parameters(second_weights.clone(), transformer.parameters())
+
+        hooks = [
+            register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer))),
+            register_optimizer_step_post_hook(replace_weights),
+        ]
+        try:
+            with observer.watching() as seen, recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps:
+                trainer.main(None)
+        except OneEpochIsOver:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if handle:
+                handle.uninstall()
+        return {
+            "weights": [*weights, local_weights(transformer)],
+            "rng": torch.get_rng_state(),
+            "random": random.getstate(),
+            "gradients": seen.gradients,
+            "passes": seen.passes,
+            "reaching": seen.reaching,
+            "logged": list(logged),
+            "stats": handle.stats.as_dict() if handle else None,
+            "config": handle.config if handle else None,
+            "scale": standins.SCALE if config.mixed_precision == "fp16" else 1,
+            "steps": steps,
+            "transformer": transformer,
+        }
+
+    def expected_gradient(record, source, number):
+        """Of that optimizer step: each rank's own, then the mean, as DDP takes it."""
+        transformer, n_steps = source["transformer"], len(source["steps"]) // len(source["gradients"])
+        steps = source["steps"][number * n_steps : (number + 1) * n_steps]
+        torch.nn.utils.vector_to_parameters(source["weights"][number].clone(), transformer.parameters())
+        wrapped = steps[0]["arguments"]["transformer"]
+        n_visited = 1 + max(step["arguments"]["j"] for step in steps)
+        with wrapped.no_sync():
+            gradient = oracle_gradient(trainer, transformer, steps, n_visited, record["config"], LOOP)
+        dist.all_reduce(gradient)
+        return gradient / n_ranks / source["scale"]
+
+    def refusals():
+        """`{what: the message}` of starts that JAGG refuses."""
+        messages = {}
+        accelerator = trainer.Accelerator
+
+        def refused(what):
+            try:
+                run({}, {})
+            except JaggError as error:
+                messages[what] = str(error)
+
+        for engine in ("DEEPSPEED", "FSDP"):
+            trainer.Accelerator = running(accelerator, engine)
+            refused(engine)
+        trainer.Accelerator = accelerator
+        os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
+        refused("accumulation")
+        del os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"]
+        return messages
+
+    cells = (WINDOW_CELLS if setup.TRAINS_WINDOW else CELLS) | getattr(setup, "CELLS", {})
+    sources = {
+        cell: next(name for name, (other, settings) in cells.items() if settings is None and other == changes)
+        for cell, (changes, _) in cells.items()
+    }
+    messages = refusals()
+    records = {cell: run(*settings) for cell, settings in cells.items()}
+    for cell, record in records.items():
+        changes, settings = cells[cell]
+        second = record["weights"][1] if settings and len(record["gradients"]) > 1 else None
+        source = records[sources[cell]] if second is None else run(changes, None, second)
+        record["exact_errors"] = [relative_error(*pair) for pair in zip(record["gradients"], source["gradients"], strict=True)]
+        if record["stats"] and record["stats"]["groups"]:
+            record["oracle_errors"] = [
+                relative_error(gradient, expected_gradient(record, source, number))
+                for number, gradient in enumerate(record["gradients"])
+            ]
+    for record in records.values():
+        del record["steps"], record["transformer"], record["config"]
+    torch.save({"cells": records, "sources": sources, "refusals": messages}, out / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

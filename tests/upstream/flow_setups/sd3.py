@@ -1,0 +1,56 @@
+"""A tiny Stable Diffusion 3 pipeline; the trainer takes 9 of 10 steps, with guidance."""
+
+import flow_standins as standins
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+PIPELINE = "StableDiffusion3Pipeline"  # the class that main loads
+CONFIG = {}  # beside that of flow_cells.py
+TRAINS_WINDOW = False
+FULL = {"use_lora": False, "train.beta": 0.0}
+FP16 = {"mixed_precision": "fp16"}
+BF16 = {"mixed_precision": "bf16"}
+CELLS = {  # beside those of flow_cells.py
+    "full unpatched": (FULL, None),
+    "full W=2": (FULL, dict(group_size=2, frac=1)),
+    "full W=4": (FULL, dict(frac=1)),
+    "bf16 unpatched": (BF16, None),
+    "bf16 W=2": (BF16, dict(group_size=2, frac=1)),
+    "bf16 W=4": (BF16, dict(frac=1)),
+    "fp16 unpatched": (FP16, None),
+    "fp16 W=2": (FP16, dict(group_size=2, frac=1)),
+    "fp16 W=4": (FP16, dict(frac=1)),
+}
+
+TINY_SD3 = dict(
+    sample_size=8,
+    patch_size=2,
+    in_channels=16,
+    num_layers=2,
+    attention_head_dim=8,
+    num_attention_heads=4,
+    joint_attention_dim=32,
+    caption_projection_dim=32,
+    pooled_projection_dim=16,
+    pos_embed_max_size=8,
+)
+
+
+def build():
+    """A new pipeline, with the same weights each time."""
+    torch.manual_seed(0)
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(**TINY_SD3),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=AutoencoderKL(**standins.TINY_VAE),
+        text_encoder=standins.TextEncoder(),
+        tokenizer=standins.Tokenizer(),
+        text_encoder_2=standins.TextEncoder(),
+        tokenizer_2=standins.Tokenizer(),
+        text_encoder_3=standins.TextEncoder(),
+        tokenizer_3=standins.Tokenizer(),
+    )
+
+
+def encode_prompt(text_encoders, tokenizers, prompt, max_sequence_length):
+    return standins.prompt_embeddings(prompt, standins.PROMPT_LENGTH, 32), standins.prompt_embeddings(prompt, 16)

@@ -1,0 +1,8 @@
+"""Stable Diffusion 3 that trains an SDE window of 3 of 10 steps."""
+
+from .sd3 import PIPELINE, build, encode_prompt
+
+CONFIG = {}
+TRAINS_WINDOW = True
+
+__all__ = ["CONFIG", "PIPELINE", "TRAINS_WINDOW", "build", "encode_prompt"]

@@ -1,0 +1,148 @@
+"""Flow-GRPO's real accelerate trainers on a CPU: the whole unedited `main`, DDP over gloo, one epoch of sampling and training.
+
+They need a checkout: FLOW_GRPO_DIR, or upstream/flow_grpo. What a CPU box can't have is stood in for in flow_standins.py.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, torchrun
+from observe import relative_error
+
+HERE = Path(__file__).parent
+CHECKOUT = Path(os.environ.get("FLOW_GRPO_DIR") or ROOT / "upstream/flow_grpo").resolve()
+# (trainer, ranks)
+RUNS = [
+    ("train_sd3", 1),
+    ("train_sd3", 2),
+    ("train_sd3_fast", 2),
+    ("train_sd3_GRPO_Guard", 2),
+    ("train_flux", 2),
+    ("train_flux_fast", 2),
+    ("train_flux_kontext", 2),
+    ("train_wan2_1", 2),
+]
+N_BATCHES = 2  # a rank and epoch
+MODEL_CALLS = {"train_wan2_1": 2}  # a step; else one
+# cell: (steps whose backward reaches the model in a sample, autograd calls in which they do)
+PASSES = {
+    "unpatched": (9, 9),
+    "W=2": (9, 5),
+    "W=3": (6, 3),
+    "W=4": (4, 2),
+    "default": (6, 5),
+}
+WINDOW_PASSES = {
+    "unpatched": (3, 3),
+    "W=2": (3, 2),
+    "default": (2, 1),
+    "window 4 unpatched": (4, 4),
+    "window 4 W=2": (4, 2),
+    "window 4 default": (2, 1),
+    "window 2 unpatched": (2, 2),
+    "window 2 default": (2, 1),
+    "window 0 unpatched": (9, 9),
+    "window 0 default": (6, 5),
+}
+
+if not (CHECKOUT / "scripts/train_sd3.py").is_file():
+    reason = "needs a Flow-GRPO checkout in upstream/flow_grpo, or FLOW_GRPO_DIR"
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0].removeprefix('train_')}, {param[1]} ranks")
+def ranks(request, tmp_path_factory):
+    """What flow_cells.py wrote, one a rank, with the trainer's name."""
+    name, n_ranks = request.param
+    out = tmp_path_factory.mktemp("flow_cells")
+    folders = (CHECKOUT, CHECKOUT / "scripts", ROOT, ROOT / "tests", HERE)
+    env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "WANDB_MODE": "disabled"}
+    torchrun(n_ranks, HERE / "flow_cells.py", CHECKOUT, name, out, cwd=out, env=env, timeout=900)
+    return [torch.load(out / f"rank{rank}.pt") | {"trainer": name} for rank in range(n_ranks)]
+
+
+def pairs(ranks, *endings):
+    """`(cell, its record, the unpatched one's)` of every rank and cell whose name ends so."""
+    for rank in ranks:
+        for cell, record in rank["cells"].items():
+            if cell.endswith(endings):
+                yield cell, record, rank["cells"][rank["sources"][cell]]
+
+
+@pytest.mark.parametrize("cell", ["off", "frac 0"])
+def test_off_is_bit_identical(ranks, cell):
+    for _, record, unpatched in pairs(ranks, cell):
+        for what in ("gradients", "weights"):
+            assert all(map(torch.equal, record[what], unpatched[what]))
+        assert torch.equal(record["rng"], unpatched["rng"]) and record["random"] == unpatched["random"]
+        assert record["logged"] == unpatched["logged"]
+
+
+def test_the_gradient_is_group_backward_s(ranks):
+    errors = {cell: max(record["oracle_errors"]) for cell, record, _ in pairs(ranks, "W=2", "W=3", "W=4", "default")}
+    assert len(errors) >= 6 and max(errors.values()) <= 1e-6, errors
+
+
+def test_groups_of_two_are_exact_and_larger_ones_are_not(ranks):
+    """Two inner epochs are two optimizer steps; in the second the unpatched trainer was given the patched one's weights."""
+    for cell, record, _ in pairs(ranks, "W=2", "window 2 default"):
+        assert max(record["exact_errors"]) <= 1e-6, cell
+    for cell, record, _ in pairs(ranks, "W=3", "W=4", "default"):
+        assert cell == "window 2 default" or min(record["exact_errors"]) > 1e-3, cell
+
+
+def test_backward_passes_are_the_planned_ones(ranks):
+    calls = MODEL_CALLS.get(ranks[0]["trainer"], 1)
+    planned = WINDOW_PASSES if ranks[0]["trainer"].endswith("fast") else PASSES
+    for cell, record, _ in pairs(ranks, *planned):
+        passes, autograd_calls = planned[max((name for name in planned if cell.endswith(name)), key=len)]
+        visits = N_BATCHES * (2 if cell.startswith("inner") else 1)
+        assert record["passes"] == visits * passes * calls, cell
+        assert record["reaching"] == visits * autograd_calls, cell
+        assert record["stats"] is None or record["stats"]["backward_passes"] == visits * passes, cell
+
+
+def test_the_random_numbers_are_the_unpatched_run_s(ranks):
+    for _, record, unpatched in pairs(ranks, ""):
+        assert torch.equal(record["rng"], unpatched["rng"]) and record["random"] == unpatched["random"]
+
+
+def test_ratios_and_losses_are_the_unpatched_run_s_and_the_ratio_is_one(ranks):
+    """Upstream logs means over all steps before an optimizer step, approx_kl of half the squared logarithm of the ratio."""
+    for cell, record, unpatched in pairs(ranks, ""):
+        assert record["logged"][0] == unpatched["logged"][0], cell
+        assert 0 <= record["logged"][0]["approx_kl"] <= 1e-12, cell
+
+
+def test_ranks_take_the_same_optimizer_step(ranks):
+    for cell, record in ranks[0]["cells"].items():
+        for other in ranks[1:]:
+            for what in ("gradients", "weights"):
+                assert all(map(torch.equal, record[what], other["cells"][cell][what])), cell
+        assert not torch.equal(record["weights"][0], record["weights"][-1])
+
+
+def test_a_second_inner_epoch_trains_from_other_ratios(ranks):
+    for cell, record, _ in pairs(ranks, "inner unpatched", "inner W=2", "inner W=4"):
+        assert len(record["gradients"]) == 2 and record["logged"][1]["approx_kl"] > record["logged"][0]["approx_kl"], cell
+
+
+def test_the_kl_term_is_in_the_gradient(ranks):
+    for rank in ranks:
+        with_kl, without = (rank["cells"][cell]["gradients"][0] for cell in ("unpatched", "no KL unpatched"))
+        assert relative_error(without, with_kl) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("DEEPSPEED", "accelerate runs DEEPSPEED here"),
+        ("FSDP", "accelerate runs FSDP here"),
+        ("accumulation", "accelerate syncs gradients every 2 steps"),
+    ],
+)
+def test_what_is_not_shown_to_be_right_is_refused_at_start(ranks, what, message):
+    for rank in ranks:
+        assert rank["refusals"][what].startswith(message)

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them. Arguments go to pytest: tests/run.sh tests/unit -k plan
-# The tests under tests/upstream also need a DanceGRPO checkout: upstream/DanceGRPO, or DANCEGRPO_DIR.
+# The tests under tests/upstream also need checkouts: upstream/DanceGRPO and upstream/flow_grpo, or DANCEGRPO_DIR and FLOW_GRPO_DIR.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extras=(demo test)
-if [ -n "${DANCEGRPO_DIR:-}" ] || [ -d upstream/DanceGRPO ]; then extras+=(upstream-test); fi
+if [ -n "${DANCEGRPO_DIR:-}${FLOW_GRPO_DIR:-}" ] || [ -d upstream/DanceGRPO ] || [ -d upstream/flow_grpo ]; then
+  extras+=(upstream-test)
+fi
 python=$(tests/venv.sh "${extras[@]}")
 bin=$(dirname "$python")
 

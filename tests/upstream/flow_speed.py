@@ -1,10 +1,10 @@
-"""How much shorter JAGG makes Flow-GRPO-Fast's update: the real train_sd3_fast.py on a CPU, off and on in turn in one process.
+"""How much shorter JAGG makes Flow-GRPO-Fast's update: its real train_sd3_fast.py, off and on in turn.
 
 usage: torchrun --standalone --nproc_per_node 2 tests/upstream/flow_speed.py CHECKOUT OUT [PAIRS]
 
-Two ranks under DDP, a small SD3. Per setting one pair of epochs to warm up, then PAIRS (default 9, at least 2) that start with off and with
-on in turn. An update lasts from the first training forward to the optimizer step. Prints a table and writes OUT/fast.json: the
-median of the pairs' off / on ratios with quartiles, beside the cost model's.
+Two ranks under DDP, a small SD3. Per setting one pair of epochs to warm up, then PAIRS (default 9, at least 2) that start with
+off and with on in turn. An update lasts from the first training forward to the optimizer step. Prints a table and writes
+OUT/fast.json: the median of the pairs' off / on ratios with quartiles, beside the cost model's.
 """
 
 import importlib

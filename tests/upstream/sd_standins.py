@@ -3,7 +3,6 @@
 Real are the UNet, scheduler, VAE, text encoder and pipeline classes, tiny, and upstream's own rollout and solver step.
 """
 
-import importlib.util
 import os
 import sys
 from types import SimpleNamespace
@@ -66,18 +65,11 @@ def build_pipeline(dtype=torch.float32):
     return StableDiffusionPipeline(vae, text_encoder, Tokenizer(), unet, DDIMScheduler(**SCHEDULER), **absent)
 
 
-def load_source(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def install(checkout):
     """Make `checkout`'s trainer importable and runnable here. Call before anything of fastvideo is imported."""
     standins.install(checkout)
     if sys.version_info >= (3, 12):  # upstream's settings use a module that is gone
-        standins.module("imp", load_source=load_source)
+        standins.module("imp", load_source=standins.load_source)
     # Without the first, accelerate takes no notice of torchrun's ranks on a CPU.
     os.environ |= {"ACCELERATE_USE_CPU": "1", "WANDB_MODE": "disabled"}
 

@@ -5,6 +5,7 @@ diffusers' model and VAE classes, wandb (switched off).
 """
 
 import importlib
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -44,6 +45,14 @@ def module(name, **attributes):
     vars(made).update(attributes)
     sys.modules[name] = made
     return made
+
+
+def load_source(name, path):
+    """That of the module `imp`, which Python 3.12 no longer has."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def install(checkout):

@@ -1,25 +1,24 @@
 """DanceGRPO's real trainers on a CPU, nothing in them edited but the hook.
 
-They need a checkout: DANCEGRPO_DIR, or upstream/DanceGRPO. What a CPU box can't have is stood in for in standins.py.
+What a CPU box can't have is stood in for in standins.py. The trainer of Stable Diffusion is in test_dancegrpo_sd.py.
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
+from checkouts import HERE, paths, require_dancegrpo, require_trainer
 from launch import ROOT, torchrun
 
 from jagg_patch import __version__
 
-HERE = Path(__file__).parent
-CHECKOUT = Path(os.environ.get("DANCEGRPO_DIR") or ROOT / "upstream/DanceGRPO").resolve()
+require_dancegrpo()
+
 N_SAMPLES = 4
 # name: (diffusers class, ranks to run, FSDP units under the root: the blocks; with LoRA each trainable adapter layer is one more)
 TRAINERS = {
@@ -32,26 +31,6 @@ TRAINERS = {
     "train_grpo_wan_2_1": ("WanTransformer3DModel", (1,), 0),  # neither sharded nor replicated
 }
 
-if not (CHECKOUT / "fastvideo/train_grpo_flux.py").is_file():
-    reason = "needs a DanceGRPO checkout: run ./apply.sh (it clones one), or set DANCEGRPO_DIR"
-    pytest.skip(reason, allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """An unpatched copy of the checkout's sources (as an unpacked tarball: no git directory)."""
-    copy = tmp_path_factory.mktemp("upstream") / "DanceGRPO"
-    for part in ("fastvideo", "scripts/finetune"):
-        shutil.copytree(CHECKOUT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "jagg_patch"))
-    if "jagg_patch" in (copy / "fastvideo/train_grpo_flux.py").read_text():
-        subprocess.run([ROOT / "apply.sh", "--reverse", copy], check=True, capture_output=True)
-    return copy
-
-
-def paths(*folders):
-    return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-
-
 # -- (a) the real train_one_step, in process
 
 
@@ -60,14 +39,13 @@ def paths(*folders):
     params=[(name, n_ranks) for name, (_, ranks, _) in TRAINERS.items() for n_ranks in ranks],
     ids=lambda param: f"{param[0].removeprefix('train_grpo_')}, {param[1]} ranks",
 )
-def cells(request, checkout, tmp_path_factory):
+def cells(request, dancegrpo, tmp_path_factory):
     name, n_ranks = request.param
-    if not hasattr(diffusers, TRAINERS[name][0]):
-        pytest.skip(f"diffusers {diffusers.__version__} has no {TRAINERS[name][0]}, which {name} needs")
+    require_trainer(dancegrpo / "fastvideo", name, TRAINERS[name][0])
     out = tmp_path_factory.mktemp("cells")
     (out / "images").mkdir()
     torchrun(
-        n_ranks, HERE / "cells.py", checkout, name, out, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=900
+        n_ranks, HERE / "cells.py", dancegrpo, name, out, cwd=out, env=paths(dancegrpo, ROOT, ROOT / "tests", HERE), timeout=900
     )
     return name, [torch.load(out / f"rank{rank}.pt") for rank in range(n_ranks)]
 
@@ -170,16 +148,16 @@ def script_arguments(script, data, out):
 
 
 @pytest.fixture(scope="module")
-def main_runs(checkout, tmp_path_factory):
+def main_runs(dancegrpo, tmp_path_factory):
     """`{name: (what it printed, what was seen on each rank)}` of the script: unpatched, patched and off, patched and on."""
     top = tmp_path_factory.mktemp("main")
     write_pipeline(top)
     patched = top / "patched"
-    shutil.copytree(checkout, patched)
+    shutil.copytree(dancegrpo, patched)
     subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
     runs = {}
     for name, tree, env in (
-        ("unpatched", checkout, {}),
+        ("unpatched", dancegrpo, {}),
         ("off", patched, {"JAGG_ENABLED": "0"}),
         ("on", patched, {}),
     ):

@@ -10,35 +10,32 @@ import subprocess
 
 import pytest
 import torch
+from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
 from safetensors.torch import load_file
-from test_dancegrpo import CHECKOUT, HERE, paths
+
+require_dancegrpo()
 
 N_BATCHES = 2  # of two samples each, a pass
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """An unpatched copy of the checkout's sources."""
-    copy = tmp_path_factory.mktemp("upstream") / "DanceGRPO"
-    for part in ("fastvideo", "scripts/finetune"):
-        shutil.copytree(CHECKOUT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "jagg_patch"))
-    if "jagg_patch" in (copy / "fastvideo/train_grpo_sd.py").read_text():
-        subprocess.run([ROOT / "apply.sh", "--reverse", copy], check=True, capture_output=True)
-    return copy
 
 
 # -- (a) the real main, in process
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def cells(request, checkout, tmp_path_factory):
+def cells(request, dancegrpo, tmp_path_factory):
     from sd_standins import write_working_directory
 
     out = tmp_path_factory.mktemp("cells")
     write_working_directory(out, n_prompts=2 * request.param)
     torchrun(
-        request.param, HERE / "sd_cells.py", checkout, out, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=900
+        request.param,
+        HERE / "sd_cells.py",
+        dancegrpo,
+        out,
+        cwd=out,
+        env=paths(dancegrpo, ROOT, ROOT / "tests", HERE),
+        timeout=900,
     )
     return [torch.load(out / f"rank{rank}.pt") for rank in range(request.param)]
 
@@ -120,15 +117,15 @@ def test_gradients_that_sync_inside_a_group_are_refused(cells):
 
 
 @pytest.fixture(scope="module")
-def main_runs(checkout, tmp_path_factory):
+def main_runs(dancegrpo, tmp_path_factory):
     """`{name: (what it printed, what was seen, the checkpoint)}` of two epochs: unpatched, patched and off, patched and on."""
     from sd_standins import write_working_directory
 
     top = tmp_path_factory.mktemp("main")
     patched = top / "patched"
-    shutil.copytree(checkout, patched)
+    shutil.copytree(dancegrpo, patched)
     subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
-    script = (checkout / "scripts/finetune/finetune_sd_grpo.sh").read_text().replace("\\\n", " ")
+    script = (dancegrpo / "scripts/finetune/finetune_sd_grpo.sh").read_text().replace("\\\n", " ")
     words = shlex.split(script[script.index("fastvideo/train_grpo_sd.py") :])
     changed = {
         "num_epochs": 1,
@@ -142,7 +139,7 @@ def main_runs(checkout, tmp_path_factory):
     words += [f"--config.{name}={value}" for name, value in changed.items()]
     runs = {}
     for name, tree, env in (
-        ("unpatched", checkout, {}),
+        ("unpatched", dancegrpo, {}),
         ("off", patched, {"JAGG_ENABLED": "0"}),
         ("on", patched, {}),
     ):

@@ -1,28 +1,32 @@
 """Flow-GRPO's real accelerate trainers on a CPU: the whole unedited `main`, DDP over gloo, one epoch of sampling and training.
 
-They need a checkout: FLOW_GRPO_DIR, or upstream/flow_grpo. What a CPU box can't have is stood in for in flow_standins.py.
+What a CPU box can't have is stood in for in flow_standins.py.
 """
 
 import os
-from pathlib import Path
+import shutil
+import subprocess
 
 import pytest
 import torch
+from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from launch import ROOT, torchrun
 from observe import relative_error
 
-HERE = Path(__file__).parent
-CHECKOUT = Path(os.environ.get("FLOW_GRPO_DIR") or ROOT / "upstream/flow_grpo").resolve()
-# (trainer, ranks)
+from jagg_patch import __version__
+
+require_flow_grpo()
+
+# (trainer, ranks, a diffusers class that it imports)
 RUNS = [
-    ("train_sd3", 1),
-    ("train_sd3", 2),
-    ("train_sd3_fast", 2),
-    ("train_sd3_GRPO_Guard", 2),
-    ("train_flux", 2),
-    ("train_flux_fast", 2),
-    ("train_flux_kontext", 2),
-    ("train_wan2_1", 2),
+    ("train_sd3", 1, "StableDiffusion3Pipeline"),
+    ("train_sd3", 2, "StableDiffusion3Pipeline"),
+    ("train_sd3_fast", 2, "StableDiffusion3Pipeline"),
+    ("train_sd3_GRPO_Guard", 2, "StableDiffusion3Pipeline"),
+    ("train_flux", 2, "FluxPipeline"),
+    ("train_flux_fast", 2, "FluxPipeline"),
+    ("train_flux_kontext", 2, "FluxKontextPipeline"),
+    ("train_wan2_1", 2, "WanPipeline"),
 ]
 N_BATCHES = 2  # a rank and epoch
 MODEL_CALLS = {"train_wan2_1": 2}  # a step; else one
@@ -47,19 +51,18 @@ WINDOW_PASSES = {
     "window 0 default": (6, 5),
 }
 
-if not (CHECKOUT / "scripts/train_sd3.py").is_file():
-    reason = "needs a Flow-GRPO checkout in upstream/flow_grpo, or FLOW_GRPO_DIR"
-    pytest.skip(reason, allow_module_level=True)
+
+# -- (a) the real main, in process
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0].removeprefix('train_')}, {param[1]} ranks")
-def ranks(request, tmp_path_factory):
+def ranks(request, flow_grpo, tmp_path_factory):
     """What flow_cells.py wrote, one a rank, with the trainer's name."""
-    name, n_ranks = request.param
+    name, n_ranks, diffusers_class = request.param
+    require_trainer(flow_grpo / "scripts", name, diffusers_class)
     out = tmp_path_factory.mktemp("flow_cells")
-    folders = (CHECKOUT, CHECKOUT / "scripts", ROOT, ROOT / "tests", HERE)
-    env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "WANDB_MODE": "disabled"}
-    torchrun(n_ranks, HERE / "flow_cells.py", CHECKOUT, name, out, cwd=out, env=env, timeout=900)
+    env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
+    torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=900)
     return [torch.load(out / f"rank{rank}.pt") | {"trainer": name} for rank in range(n_ranks)]
 
 
@@ -146,3 +149,70 @@ def test_the_kl_term_is_in_the_gradient(ranks):
 def test_what_is_not_shown_to_be_right_is_refused_at_start(ranks, what, message):
     for rank in ranks:
         assert rank["refusals"][what].startswith(message)
+
+
+# -- (b) the patched file as __main__, with one of upstream's own configurations
+
+
+@pytest.fixture(scope="module")
+def main_runs(flow_grpo, tmp_path_factory):
+    """`{name: (what it printed, what was seen on each rank)}`: unpatched, off and on; to the first optimizer step."""
+    from flow_standins import write_prompts
+
+    top = tmp_path_factory.mktemp("main")
+    patched = top / "patched"
+    shutil.copytree(flow_grpo, patched)
+    subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
+    changed = {
+        "mixed_precision": "no",
+        "resolution": 64,
+        "sample.train_batch_size": 2,
+        "sample.test_batch_size": 8,
+        "sample.eval_num_steps": 2,
+        "sample.num_image_per_prompt": 2,
+        "sample.num_batches_per_epoch": N_BATCHES,
+        "train.batch_size": 2,
+        "train.gradient_accumulation_steps": N_BATCHES,
+    }
+    flags = [
+        "--config",
+        "config/grpo.py:pickscore_sd3_fast_nocfg",
+        *(f"--config.{name}={value}" for name, value in changed.items()),
+    ]
+    runs = {}
+    for name, tree, env in (
+        ("unpatched", flow_grpo, {}),
+        ("off", patched, {"JAGG_ENABLED": "0"}),
+        ("on", patched, {}),
+    ):
+        out = top / name
+        (out / "dataset").mkdir(parents=True)
+        write_prompts(out / "dataset/pickscore")
+        os.symlink(tree / "config", out / "config")
+        env |= paths(HERE / "flow_site", HERE, tree) | {"OBSERVE_OUT": str(out), "WANDB_MODE": "disabled"}
+        printed = torchrun(2, tree / "scripts/train_sd3_fast.py", *flags, cwd=out, env=env, timeout=600)
+        runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+    return patched, runs
+
+
+def test_the_script_s_hook_installs_and_the_banner_shows_once(main_runs):
+    patched, runs = main_runs
+    printed, seen = runs["on"]
+    assert printed.count(f"JAGG {__version__} on train_sd3_fast: group_size 4, frac 1") == 1
+    assert printed.count("3 of 3 steps visited, in trajectory order: 3 in 1 group (3), 0 exact") == 1
+    assert printed.count("update 6 -> 5 (1.20x), with sampling 16 -> 15 (1.07x)") == 1
+    assert printed.count("JAGG: first optimizer step after 4 backward passes through the model instead of 6") == 1
+    assert runs["off"][0].count(f"JAGG {__version__} on train_sd3_fast: off") == 1
+    for rank in seen:
+        assert os.path.samefile(rank["module"], patched / "scripts/jagg_patch/__init__.py")
+
+
+def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
+    for name, passes in (("unpatched", 3), ("off", 3), ("on", 2)):
+        assert [rank["passes"] for rank in main_runs[1][name][1]] == [N_BATCHES * passes] * 2
+
+
+def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):
+    for unpatched, off, on in zip(*(main_runs[1][name][1] for name in ("unpatched", "off", "on")), strict=True):
+        assert torch.equal(off["weights"], unpatched["weights"]) and not torch.equal(on["weights"], unpatched["weights"])
+        assert torch.equal(off["rng"], unpatched["rng"]) and torch.equal(on["rng"], unpatched["rng"])

@@ -1,19 +1,17 @@
 """Flow-GRPO's real Qwen trainers on a CPU: the whole unedited `main`, FSDP by upstream's own wrapper, one epoch.
 
-They need a checkout: FLOW_GRPO_DIR, or upstream/flow_grpo. What a CPU box can't have is stood in for in flow_qwen_cells.py,
+What a CPU box can't have is stood in for in flow_qwen_cells.py,
 flow_standins.py and flow_setups/: a rollout's text encoder, CUDA, NCCL, reward models.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
+from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from launch import ROOT, torchrun
 from observe import relative_error
 
-HERE = Path(__file__).parent
-CHECKOUT = Path(os.environ.get("FLOW_GRPO_DIR") or ROOT / "upstream/flow_grpo").resolve()
+require_flow_grpo()
+
 N_BATCHES = 2  # a rank and epoch
 N_BLOCKS = 2  # FSDP units under the root
 # cell: (backward passes in a sample, autograd calls that contain them)
@@ -33,18 +31,14 @@ PASSES = {
     "window 0 default": (6, 5),
 }
 
-if not (CHECKOUT / "scripts/train_qwenimage.py").is_file():
-    reason = "needs a Flow-GRPO checkout in upstream/flow_grpo, or FLOW_GRPO_DIR"
-    pytest.skip(reason, allow_module_level=True)
-
 
 @pytest.fixture(scope="module", params=["train_qwenimage", "train_qwenimage_edit"])
-def ranks(request, tmp_path_factory):
+def ranks(request, flow_grpo, tmp_path_factory):
     """What flow_qwen_cells.py wrote, one a rank."""
+    require_trainer(flow_grpo / "scripts", request.param, "QwenImagePipeline")
     out = tmp_path_factory.mktemp("flow_qwen_cells")
-    folders = (CHECKOUT, CHECKOUT / "scripts", ROOT, ROOT / "tests", HERE)
-    env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "WANDB_MODE": "disabled"}
-    torchrun(2, HERE / "flow_qwen_cells.py", CHECKOUT, request.param, out, cwd=out, env=env, timeout=900)
+    env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
+    torchrun(2, HERE / "flow_qwen_cells.py", flow_grpo, request.param, out, cwd=out, env=env, timeout=900)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -5,16 +5,18 @@ The trainer's other cells are in test_dancegrpo.py.
 
 import pytest
 import torch
+from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
-from test_dancegrpo import HERE, checkout, paths  # noqa: F401
+
+require_dancegrpo()
 
 N_SAMPLES = N_VISITED = 9
 
 
 @pytest.fixture(scope="module")
-def records(checkout, tmp_path_factory):  # noqa: F811
+def records(dancegrpo, tmp_path_factory):
     out = tmp_path_factory.mktemp("best_of_n")
-    torchrun(1, HERE / "best_of_n.py", checkout, out, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE))
+    torchrun(1, HERE / "best_of_n.py", dancegrpo, out, cwd=out, env=paths(dancegrpo, ROOT, ROOT / "tests", HERE))
     return torch.load(out / "records.pt")
 
 

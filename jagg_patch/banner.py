@@ -23,6 +23,8 @@ def banner(trainer, config, args):
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
+        if update[0] == update[1]:
+            lines.append("  groups of two are exact and save no backward pass, only half of their communication")
         lines.append("  memory: two graphs at once, and under FSDP all blocks unsharded in a group's backward (README, Memory)")
     return "\n".join(lines)
 

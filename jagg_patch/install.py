@@ -69,7 +69,7 @@ class Handle:
         @functools.wraps(parse_known_args)
         def parse_and_activate(*args, **kwargs):
             parsed, rest = parse_known_args(*args, **kwargs)
-            with self._start_or_leave_nothing(is_script=True):
+            with self._start_or_leave_nothing(True):
                 settings = (config or JaggConfig.from_env()).with_flags(parsed)
                 for name, value in settings.as_dict().items():
                     setattr(parsed, FLAG_PREFIX + name, value)
@@ -89,7 +89,7 @@ class Handle:
         @functools.wraps(main)
         def started_main(*args, **kwargs):
             if self.config is None:
-                with self._start_or_leave_nothing(is_script=namespace.get("__name__") == "__main__"):
+                with self._start_or_leave_nothing(is_script(namespace)):
                     settings = namespace["FLAGS"].config
                     namespace["main"] = main
                     self._activate(config or JaggConfig.from_env(**self._trainer.defaults(settings)))
@@ -100,15 +100,15 @@ class Handle:
         self._wrap({"main": started_main})
 
     @contextmanager
-    def _start_or_leave_nothing(self, is_script):
-        """On an error before JAGG has started, uninstall; a script then ends with the message alone, without a traceback."""
+    def _start_or_leave_nothing(self, ends_program):
+        """On an error before JAGG has started, uninstall; the program then ends with the message alone, without a traceback."""
         started = self.config is not None
         try:
             yield
         except BaseException as error:
             if not started:
                 self.uninstall()
-            if is_script and isinstance(error, JaggError):
+            if ends_program and isinstance(error, JaggError):
                 raise SystemExit(f"jagg_patch: {error}") from None
             raise
 
@@ -124,6 +124,10 @@ class Handle:
     def _announce(self, args):
         if is_rank_zero():
             print(banner(self._trainer, self.config, args), flush=True)
+
+
+def is_script(namespace):
+    return namespace.get("__name__") == "__main__"
 
 
 def is_rank_zero():
@@ -163,7 +167,7 @@ def install(namespace, parser=None, config=None):
 
     Raises:
         JaggError: unknown trainer, bad setting, or upstream functions that aren't as expected.
-        SystemExit: the same, with a parser or from a trainer's `main` as a script: that should end with the message alone.
+        SystemExit: the same, with a parser or in a script: at start-up that should end with the message alone.
     """
     handle = None
     try:
@@ -178,7 +182,7 @@ def install(namespace, parser=None, config=None):
     except BaseException as error:
         if handle is not None:
             handle.uninstall()
-        if parser is not None and isinstance(error, JaggError):
+        if isinstance(error, JaggError) and (parser is not None or is_script(namespace)):
             raise SystemExit(f"jagg_patch: {error}") from None
         raise
     return handle

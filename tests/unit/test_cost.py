@@ -9,7 +9,9 @@ from jagg_patch import JaggConfig, plan_groups
 from jagg_patch.cost import StepCost, backward_passes, training_step_cost, update_cost
 from jagg_patch.trainers import TRAINERS
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PATCHES = list(ROOT.glob("patches/*/series"))
 
 
 def test_a_group_of_four_costs_ten_units_instead_of_sixteen():
@@ -71,8 +73,11 @@ SCRIPTS = {
 }
 
 
-def test_every_trainer_has_a_script():
-    assert list(SCRIPTS) == list(TRAINERS)
+def test_every_trainer_has_a_patch_and_a_script():
+    """A new one needs all three: a row in jagg_patch/trainers/, a patch in a series, and a row in SCRIPTS above."""
+    patches = {line.removesuffix(".patch") for series in PATCHES for line in series.read_text().splitlines() if line[0] != "#"}
+    assert set(TRAINERS) == patches
+    assert set(TRAINERS) == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -542,5 +542,7 @@ def test_installing_twice_is_refused(load, enabled):
 
 
 def test_a_file_that_is_no_known_trainer_is_refused():
-    with pytest.raises(JaggError, match="no adapter for the trainer 'train_grpo_new'"):
-        install({"__file__": "/x/train_grpo_new.py"})
+    with pytest.raises(JaggError, match="no adapter for the trainer 'train_grpo_unknown'"):
+        install({"__file__": "/x/train_grpo_unknown.py"})
+    with pytest.raises(SystemExit, match="no adapter for the trainer 'train_grpo_unknown'"):
+        install({"__file__": "/x/train_grpo_unknown.py", "__name__": "__main__"})

@@ -194,6 +194,14 @@ def test_flow_banner_counts_the_reference_and_lora(load_flow, capsys, changes, u
     assert f"update {update}, with sampling {whole}\n" in capsys.readouterr().out
 
 
+def test_the_banner_says_so_where_there_is_nothing_to_save(load_flow, capsys):
+    for window, says in ((2, 1), (3, 0)):
+        module = load_flow()
+        install(vars(module))
+        run(module, window=window)
+        assert capsys.readouterr().out.count("groups of two are exact and save no backward pass") == says
+
+
 def test_what_depends_on_no_weight_may_be_returned_beside_the_log_probability(load_flow):
     """The previous sample and the noise level have no graph at the group's first step, whose forward recorded everything."""
     module = load_flow()

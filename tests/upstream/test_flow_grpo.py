@@ -10,6 +10,7 @@ import subprocess
 import pytest
 import torch
 from checkouts import HERE, paths, require_flow_grpo, require_trainer
+from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
 
@@ -64,14 +65,6 @@ def ranks(request, flow_grpo, tmp_path_factory):
     env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
     torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=900)
     return [torch.load(out / f"rank{rank}.pt") | {"trainer": name} for rank in range(n_ranks)]
-
-
-def pairs(ranks, *endings):
-    """`(cell, its record, the unpatched one's)` of every rank and cell whose name ends so."""
-    for rank in ranks:
-        for cell, record in rank["cells"].items():
-            if cell.endswith(endings):
-                yield cell, record, rank["cells"][rank["sources"][cell]]
 
 
 @pytest.mark.parametrize("cell", ["off", "frac 0"])

@@ -7,6 +7,7 @@ flow_standins.py and flow_setups/: a rollout's text encoder, CUDA, NCCL, reward 
 import pytest
 import torch
 from checkouts import HERE, paths, require_flow_grpo, require_trainer
+from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
 
@@ -40,14 +41,6 @@ def ranks(request, flow_grpo, tmp_path_factory):
     env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
     torchrun(2, HERE / "flow_qwen_cells.py", flow_grpo, request.param, out, cwd=out, env=env, timeout=900)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
-
-
-def pairs(ranks, *endings):
-    """`(cell, its record, the unpatched one's)` of every rank and cell whose name ends so."""
-    for rank in ranks:
-        for cell, record in rank["cells"].items():
-            if cell.endswith(endings):
-                yield cell, record, rank["cells"][rank["sources"][cell]]
 
 
 @pytest.mark.parametrize("cell", ["off", "frac 0"])

@@ -10,6 +10,7 @@ import types
 import zlib
 from pathlib import Path
 
+import standins
 import torch
 
 N_PROMPTS = 16

@@ -88,6 +88,8 @@ class Handle:
 
         @functools.wraps(main)
         def started_main(*args, **kwargs):
+            if namespace.get(MARK) is not self:  # uninstalled, and somebody kept this function
+                return main(*args, **kwargs)
             if self.config is None:
                 with self._start_or_leave_nothing(is_script(namespace)):
                     settings = namespace["FLAGS"].config

@@ -59,6 +59,12 @@ class _Group:
         self.constants = ()  # which tensors that the forward returns can't carry a gradient
         self.folded = False
 
+    def release(self):
+        """Let go of every tensor: a trainer that keeps its losses until it logs them keeps the graph that leads here."""
+        for proxy in self.proxies:
+            proxy.grad, proxy.data = None, proxy.data.new_empty(0)
+        self.first, self.proxies, self.timesteps = None, [], []
+
     def close_with(self, where):
         """Work out α before the last forward is paid for."""
         try:
@@ -114,7 +120,7 @@ class Session:
         try:
             yield
             self._require_whole("the training step ended")
-            self._require_last_sample_visited()
+            self._require_last_sample_visited("the training step ended")
             self.stats.training_steps += 1
         finally:
             hook.remove()
@@ -131,31 +137,37 @@ class Session:
         if not self._in_training_step:
             return
         self._require_closed("a new rollout ended")
+        self._require_last_sample_visited("a new rollout ended")
         self._n_trajectory = n_trajectory
         self._roles = step_roles(n_visited, plan_groups(n_visited, self.config))
         self._orders = [] if shuffled else None
         self._sample = self._position = 0
 
     @property
-    def _routes(self):
+    def routes(self):
         """Whether anything of this rollout is grouped; if not, nothing of the trainer is touched."""
         return any(role is not Role.EXACT for role in self._roles)
 
     @property
     def visits(self):
         """Whether a forward that began now would be a visited step. One without gradients is a reference or an evaluation."""
-        return self._in_training_step and self._routes and torch.is_grad_enabled()
+        return self._in_training_step and self.routes and torch.is_grad_enabled()
+
+    @property
+    def n_ordered(self):
+        """How many samples have an order in this pass over the rollout; a new pass begins when all of them are visited."""
+        return 0 if self._sample == len(self._orders) else len(self._orders)
 
     def order(self, permutation):
         """The same permutation `[T]` of trajectory steps with its visited entries, the first k, sorted."""
-        if not self._routes:
+        if not self.routes:
             return permutation
         if len(permutation) != self._n_trajectory:
             raise JaggError(
                 f"the trainer orders {len(permutation)} steps of a sample, but its settings say {self._n_trajectory}\n"
                 "the plan would be wrong: run with JAGG_ENABLED=0 and report this upstream version"
             )
-        if self._orders and self._sample == len(self._orders):  # all of them visited: a new pass over the rollout
+        if not self.n_ordered:
             self._orders, self._sample = [], 0
         n_visited = len(self._roles)
         permutation = permutation.clone()
@@ -249,12 +261,17 @@ class Session:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._group.constants = [not tensor.requires_grad for tensor in tensors]
             return
-        for tensor, is_constant in zip_longest(tensors, self._group.constants):
-            if tensor is None or is_constant is None or not (is_constant or tensor.requires_grad):
-                shape = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+        for tensor, was_constant in zip_longest(tensors, self._group.constants):
+            shape = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+            if tensor is None or was_constant is None or not (was_constant or tensor.requires_grad):
                 raise JaggError(
                     f"{where}: the training forward returned a tensor without a graph, {shape}, unlike the group's first\n"
                     "a loss on it would lose its gradient: run with JAGG_ENABLED=0 and report this upstream version"
+                )
+            if role is Role.LAST and was_constant and tensor.requires_grad:
+                raise JaggError(
+                    f"{where}: the training forward returned a tensor with a graph, {shape}, that the group's first had without\n"
+                    "the steps between may have lost its gradient: run with JAGG_ENABLED=0 and report this upstream version"
                 )
 
     @contextmanager
@@ -302,6 +319,7 @@ class Session:
 
     def _close(self, group):
         if group is self._group:
+            group.release()
             self._group = None
             self.stats.groups += 1
 
@@ -323,10 +341,10 @@ class Session:
             nodes += [next_node for next_node, _ in node.next_functions]
         self._graph_is_known = True
 
-    def _require_last_sample_visited(self):
-        if self._routes and self._position:
+    def _require_last_sample_visited(self, event):
+        if self.routes and self._position:
             raise JaggError(
-                f"the training step ended after {self._position} of the {len(self._roles)} steps planned for its last sample\n"
+                f"{event} after {self._position} of the {len(self._roles)} steps planned for its last sample\n"
                 "other steps than upstream's may have been trained: run with JAGG_ENABLED=0 and report this upstream version"
             )
 

@@ -52,7 +52,7 @@ class DanceGrpoTrainer:
         if args.sampling_steps is None:
             raise JaggError("--sampling_steps is not set\nthe steps of a trajectory can't be planned without it: pass it")
         trainable = args.sampling_steps - 1
-        sampled = args.sampling_steps * (args.num_generations / args.bestofn if self.best_of_n else 1)
+        sampled = args.sampling_steps * (args.num_generations / args.bestofn if self.best_of_n and args.bestofn else 1)
         return Steps(sampled, trainable, int(trainable * args.timestep_fraction))
 
     def step_cost(self, args):

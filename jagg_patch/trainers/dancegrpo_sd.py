@@ -6,6 +6,7 @@ stands for the UNet's own output, before guidance.
 
 import functools
 from dataclasses import dataclass
+from types import MethodType
 
 import torch
 
@@ -24,11 +25,11 @@ class _Rollout:
     def __init__(self):
         self.index_of = {}  # timestep: trajectory step
         self._upstream, self._ours = [], []  # one `[T - 1]` a sample
-        self._n_drawn = 0
+        self._is_ordered = False
 
     def add(self, n_samples, timesteps):
         """`timesteps` `[T]` of the scheduler, of which the last is never trained."""
-        if self._n_drawn:
+        if self._is_ordered:
             self.__init__()
         self.index_of = {t: index for index, t in enumerate(timesteps[:-1].tolist())}
         steps = torch.arange(len(timesteps) - 1)
@@ -37,8 +38,9 @@ class _Rollout:
 
     def order(self, session, permutation):
         """The permutation that puts into our arrangement the steps that `permutation` selects from upstream's, in order."""
-        sample = self._n_drawn % len(self._ours)
-        self._n_drawn += 1
+        if not session.routes:
+            return permutation
+        sample, self._is_ordered = session.n_ordered, True
         self._upstream[sample] = self._upstream[sample][permutation.cpu()]
         ordered = session.order(self._upstream[sample])
         place_of = self._ours[sample].argsort()
@@ -104,9 +106,10 @@ class StableDiffusionTrainer:
 
         def after_prepare(prepared):
             models = [item for item in prepared if isinstance(item, torch.nn.Module)]
-            if len(models) != 1:
+            if len(models) > 1:
                 raise changed(namespace, f"Accelerator.prepare() is given {len(models)} models, not the UNet alone")
-            models[0].forward = self._forward(models[0].forward, session, rollout, flags)
+            for model in models:
+                model.forward = MethodType(self._forward(model.forward, session, rollout, flags), model)
 
         return {
             "main": wrap.whole_main(namespace["main"], session),
@@ -116,15 +119,17 @@ class StableDiffusionTrainer:
         }
 
     def _forward(self, forward, session, rollout, flags):
-        @functools.wraps(forward)
-        def wrapped_forward(sample, timestep, *args, **kwargs):
+        call = getattr(forward, "__func__", lambda model, *args, **kwargs: forward(*args, **kwargs))
+
+        @functools.wraps(call)
+        def wrapped_forward(model, sample, timestep, *args, **kwargs):
             def forward_to_proxy():
-                output = forward(sample, timestep, *args, **kwargs)
-                with session.solver_input(output.sample) as output.sample:
-                    return output
+                output = call(model, sample, timestep, *args, **kwargs)
+                with session.solver_input(output.sample) as proxy:
+                    return type(output)(sample=proxy)  # of which a loss can use nothing but the proxy
 
             if not session.visits:
-                return forward(sample, timestep, *args, **kwargs)
+                return call(model, sample, timestep, *args, **kwargs)
             own = timestep.chunk(2)[0] if flags.config.train.cfg else timestep  # with guidance the batch is there twice
             return session.run_step(rollout.indices(own), timestep, forward_to_proxy)
 

@@ -39,7 +39,7 @@ class FlowGrpoTrainer:
             require_parameters(namespace, "init_distributed", ())
 
     def _window(self, config):
-        return config.sample.sde_window_size if self.trains_window else 0
+        return max(getattr(config.sample, "sde_window_size", 0), 0) if self.trains_window else 0
 
     def defaults(self, config):
         """Settings whose default isn't JaggConfig's: a window is too short for a fraction of it: all of it is routed."""
@@ -56,7 +56,7 @@ class FlowGrpoTrainer:
 
     def step_cost(self, config):
         """A step's cost for the cost model, with the forward of the reference model."""
-        checkpoints = config.get(self.checkpoints, False) if isinstance(self.checkpoints, str) else self.checkpoints
+        checkpoints = getattr(config, self.checkpoints, False) if isinstance(self.checkpoints, str) else self.checkpoints
         return StepCost(
             backward=1.0 if config.use_lora else 2.0, recompute=float(checkpoints), reference=float(config.train.beta > 0)
         )

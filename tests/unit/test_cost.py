@@ -25,13 +25,6 @@ def test_the_published_training_step_is_100_to_82_units():
     assert training_step_cost(20, 20, groups) == 82
 
 
-class Config(SimpleNamespace):
-    """As much of an ml_collections configuration as the adapters read."""
-
-    def get(self, name, default):
-        return getattr(self, name, default)
-
-
 def dancegrpo(sampling_steps, checkpointed=1.0, **others):
     return SimpleNamespace(
         sampling_steps=sampling_steps,
@@ -43,9 +36,9 @@ def dancegrpo(sampling_steps, checkpointed=1.0, **others):
 
 
 def flow_grpo(num_steps, window=0, beta=0.0, checkpointed=False, fraction=0.99, use_lora=True):
-    return Config(
-        sample=Config(num_steps=num_steps, sde_window_size=window),
-        train=Config(timestep_fraction=fraction, beta=beta),
+    return SimpleNamespace(
+        sample=SimpleNamespace(num_steps=num_steps, sde_window_size=window),
+        train=SimpleNamespace(timestep_fraction=fraction, beta=beta),
         use_lora=use_lora,
         activation_checkpointing=checkpointed,
     )

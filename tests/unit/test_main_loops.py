@@ -1,6 +1,9 @@
 """Loops inside `main`: Flow-GRPO's shape and DanceGRPO's Stable Diffusion one, with real accelerate in one process."""
 
+import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import accelerate
 import observe
@@ -9,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, __version__, group_backward, install, plan_groups
+from jagg_patch.trainers import TRAINERS, wrap
 
 FLOW = observe.Loop(
     step="compute_log_prob",
@@ -148,6 +152,49 @@ def test_a_loop_that_would_lose_a_gradient_is_stopped(load_either, new, match):
     stops(module, match)
 
 
+@pytest.mark.parametrize(
+    ("engine", "n_micro_steps", "frac", "refused"),
+    [
+        ("NO", 9, 0.6, None),
+        ("MULTI_GPU", 18, 0.6, None),
+        ("MULTI_GPU", 12, 0.6, "every 12 steps"),
+        ("XLA", 9, 0.6, "accelerate runs XLA"),
+        ("DEEPSPEED", 4, 0.0, None),  # nothing is grouped, so nothing is touched
+    ],
+)
+def test_what_fits(engine, n_micro_steps, frac, refused):
+    made = SimpleNamespace(distributed_type=accelerate.utils.DistributedType[engine], gradient_accumulation_steps=n_micro_steps)
+    with pytest.raises(JaggError, match=refused) if refused else nullcontext():
+        wrap.require_fit(made, 9, JaggConfig(frac=frac))
+
+
+def test_a_kept_main_is_the_unpatched_one_after_uninstall(load_either):
+    module = load_either()
+    handle = install(vars(module), config=JaggConfig())
+    kept = module.main
+    handle.uninstall()
+    before = dict(vars(module))
+    module.FLAGS.config = module.make_config()
+    kept(None)
+    assert handle.config is None and dict(vars(module)) == before
+
+
+def test_losses_that_the_trainer_keeps_hold_no_proxies(load_either):
+    """Flow-GRPO keeps every loss, with its graph, until it logs their mean."""
+    module = load_either("accelerator.backward(loss)", "accelerator.backward(loss); FLAGS.losses.append(loss)")
+    module.FLAGS.losses = []
+    install(vars(module), config=JaggConfig(frac=1))
+    config, _, _ = run(module)
+    parameters = {id(p) for group in config.optimizer.param_groups for p in group["params"]}
+    proxies, nodes = [], [loss.grad_fn for loss in module.FLAGS.losses]
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable") and id(node.variable) not in parameters:
+            proxies.append(node.variable)
+        nodes += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    assert len(proxies) >= 2 * 7 and all(proxy.numel() == 0 and proxy.grad is None for proxy in proxies)
+
+
 # -- Flow-GRPO's
 
 
@@ -214,6 +261,56 @@ def test_a_model_output_returned_beside_the_log_probability_is_stopped(load_flow
     module = load_flow(*pieces, "_, log_prob, mean, std = compute", "_, _, log_prob, mean, std = compute")
     install(vars(module), config=JaggConfig(frac=1))
     stops(module, "visited step 1 .* returned a tensor without a graph, of shape ..,")
+
+
+def test_a_returned_tensor_that_has_a_graph_at_later_steps_only_is_stopped(load_flow):
+    pieces = (
+        "    return sde_step_with_logprob(",
+        "    return output.square().mean() if j else torch.zeros(()), *sde_step_with_logprob(",
+    )
+    module = load_flow(*pieces, "_, log_prob, mean, std = compute", "_, _, log_prob, mean, std = compute")
+    install(vars(module), config=JaggConfig(frac=1))
+    stops(module, "visited step 4 .* returned a tensor with a graph")
+
+
+def test_a_run_that_ends_inside_a_sample_is_stopped(load_flow):
+    module = load_flow("accelerator.backward(loss)", "accelerator.backward(loss)\n                    if j == 7: break")
+    install(vars(module), config=JaggConfig())
+    stops(module, "the training step ended after 8 of the 9 steps", n_samples=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "fraction", "steps"),
+    [
+        ("train_sd3", 3, 0.6, (10, 6, 6)),
+        ("train_sd3_fast", 3, 0.6, (10, 3, 3)),
+        ("train_sd3_fast", 0, 0.6, (10, 9, 9)),
+        ("train_sd3_fast", -1, 0.6, (10, 9, 9)),
+    ],
+)
+def test_flow_steps(name, window, fraction, steps):
+    sample, train = SimpleNamespace(num_steps=10, sde_window_size=window), SimpleNamespace(timestep_fraction=fraction)
+    assert TRAINERS[name].steps(SimpleNamespace(sample=sample, train=train)) == steps
+
+
+def test_a_trainer_without_accelerate_compares_ranks_once_its_process_group_is_there(load_flow, monkeypatch):
+    start = (
+        "def init_distributed():\n    FLAGS.started = True\n\n\ndef main(_):\n    init_distributed()\n    init_distributed()\n"
+    )
+    module = load_flow("def main(_):\n", start)
+    module.__file__ = "train_qwenimage.py"
+    seen = []
+    monkeypatch.setattr(
+        sys.modules["jagg_patch.install"], "require_same_on_all_ranks", lambda config: seen.append(module.FLAGS.started)
+    )
+    install(vars(module), config=JaggConfig())
+    run(module)
+    assert seen == [True]
+    del module.init_distributed
+    module = load_flow()
+    module.__file__ = "train_qwenimage.py"
+    install(vars(module), config=JaggConfig())
+    stops(module, "there is no function init_distributed")
 
 
 def test_flow_names_that_changed_are_refused(load_flow):
@@ -287,6 +384,38 @@ def test_sd_gradient_is_group_backward_s(load_sd, fraction, group_size):
     _, found, _ = run(module, fraction=fraction)
     assert observe.relative_error(found[0], expected) <= 1e-6
     assert handle.stats.backward_passes == 2 * 2 * len(plan_groups(k, config))
+
+
+SKIP_AN_EPOCH = "if config.n_epochs == 3:\n            config.n_epochs = 0\n            continue\n        "
+WITHOUT_GUIDANCE = "return unet(sample, timestep, torch.zeros(len(sample), 1)).sample\n    "
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("pipeline, 2) for _ in range(config.n_samples // 2)", "pipeline, n) for n in (4,)"),
+        ("rewards = torch.cat(", SKIP_AN_EPOCH + "rewards = torch.cat("),
+        ("embeds = torch.tensor(", WITHOUT_GUIDANCE + "embeds = torch.tensor("),
+        ("unet, optimizer = accel", "accelerator.prepare(torch.utils.data.DataLoader([1]))\n    unet, optimizer = accel"),
+    ],
+    ids=["rollouts of other sizes", "a skipped epoch", "without guidance", "a loader prepared apart"],
+)
+def test_sd_loop_may_differ(load_sd, old, new):
+    pieces = [old, new] if "return" not in new else [old, new, "cfg=True", "cfg=False"]
+    _, expected, rng = run(load_sd(*pieces), fraction=0.6, n_inner=2, n_epochs=3)
+    module = load_sd(*pieces)
+    handle = install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    _, found, patched_rng = run(module, fraction=0.6, n_inner=2, n_epochs=3)
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(patched_rng, rng) and handle.stats.groups
+
+
+def test_sd_last_sample_cut_short_is_stopped_at_the_next_rollout(load_sd):
+    module = load_sd(
+        "accelerator.backward(loss)", "accelerator.backward(loss)\n                        if start and j == 7: break"
+    )
+    install(vars(module), config=JaggConfig())
+    stops(module, "a new rollout ended after 8 of the 9 steps", n_epochs=2)
 
 
 def test_sd_forward_that_is_no_visited_step_is_stopped(load_sd):

@@ -60,9 +60,9 @@ class _Group:
         self.folded = False
 
     def release(self):
-        """Let go of every tensor: a trainer that keeps its losses until it logs them keeps the graph that leads here."""
+        """Let go of the gradients: a trainer that keeps its losses until it logs them keeps the graph that leads here."""
         for proxy in self.proxies:
-            proxy.grad, proxy.data = None, proxy.data.new_empty(0)
+            proxy.grad = None
         self.first, self.proxies, self.timesteps = None, [], []
 
     def close_with(self, where):
@@ -295,17 +295,14 @@ class Session:
                 self._refuse_reentrant_checkpointing(model_output)
                 group.first = model_output.clone()  # the trainer may change its own in place
             proxy = model_output.detach().requires_grad_()
+            proxy.register_hook(lambda grad: self._refuse_second_backward(group))
             group.proxies.append(proxy)
             yield proxy
 
     def _fold(self, group, last_grad):
         """`(s_base, s_corr)` of `group`: runs inside the last step's own backward, and closes the group when that is through."""
+        self._refuse_second_backward(group)
         try:
-            if group is not self._group or group.folded:
-                raise JaggError(
-                    f"{group.where}: a second backward reached the group's last step (retain_graph, or a loss used twice)\n"
-                    "its gradient would count double: run with JAGG_ENABLED=0"
-                )
             group.require_backward()
             group.folded = True
             grads = [proxy.grad for proxy in group.proxies] + [last_grad]
@@ -316,6 +313,14 @@ class Session:
         # Not now: the endpoints' backward passes are still to come, and if they fail the group's gradient is missing.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._close, group))
         return folded
+
+    def _refuse_second_backward(self, group):
+        if group is not self._group or group.folded:
+            self._failed_at = self._failed_at or group.where
+            raise JaggError(
+                f"{group.where}: a second backward reached the group after its last step's (retain_graph, or a loss used twice)\n"
+                "its gradient would count double or be lost: run with JAGG_ENABLED=0"
+            )
 
     def _close(self, group):
         if group is self._group:

@@ -11,6 +11,7 @@ from types import MethodType
 import torch
 
 from ..cost import StepCost
+from ..errors import JaggError
 from ..intercept import call_lines, changed, require_class, require_module, require_parameters
 from ..plan import Steps
 from . import wrap
@@ -38,9 +39,15 @@ class _Rollout:
 
     def order(self, session, permutation):
         """The permutation that puts into our arrangement the steps that `permutation` selects from upstream's, in order."""
+        self._is_ordered = True
         if not session.routes:
             return permutation
-        sample, self._is_ordered = session.n_ordered, True
+        sample = session.n_ordered
+        if sample >= len(self._ours):
+            raise JaggError(
+                f"the trainer orders more samples than the {len(self._ours)} of its rollout before it has visited them\n"
+                "the plan would be wrong: run with JAGG_ENABLED=0 and report this upstream version"
+            )
         self._upstream[sample] = self._upstream[sample][permutation.cpu()]
         ordered = session.order(self._upstream[sample])
         place_of = self._ours[sample].argsort()

@@ -360,6 +360,15 @@ def test_a_joint_backward_that_fails_and_is_passed_over_is_stopped(load):
         run(module, model)
 
 
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_second_backward_of_an_earlier_group_s_step_is_stopped(load, step):
+    twice = "            loss.backward(retain_graph=True)\n"
+    twice += f"            if j == {step}: kept = loss\n            if j == 6: kept.backward()\n"
+    module = load("            loss.backward()\n", twice)
+    install(vars(module), config=JaggConfig(frac=1, group_size=5))
+    stops(module, "a second backward reached the group")
+
+
 def test_a_second_backward_of_an_earlier_group_is_stopped_when_passed_over(load):
     twice = "            loss.backward(retain_graph=True)\n            if j == 4: kept = loss\n"
     twice += "            if j == 6:\n                try: kept.backward()\n                except Exception: pass\n"

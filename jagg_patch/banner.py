@@ -3,6 +3,13 @@
 from . import __version__
 from .cost import training_step_cost, update_cost
 from .plan import Role, plan_groups, step_roles
+from .schedule import MEASURED_UPDATES
+
+MEMORY = {
+    "joint": "two graphs at once, and under FSDP all blocks unsharded in a group's backward",
+    "sequential": "as unpatched",
+    "auto": f"as unpatched for {MEASURED_UPDATES} optimizer steps (sequential); then joint, if what they have left free holds it",
+}
 
 
 def banner(trainer, config, args):
@@ -13,7 +20,7 @@ def banner(trainer, config, args):
     sampled, trainable, visited = trainer.steps(args)
     groups = plan_groups(visited, config)
     settings = [f"group_size {config.group_size}", f"frac {config.frac:g}", f"aggregation {config.aggregation}"]
-    settings.append("schedule joint" + (" (auto)" if config.schedule == "auto" else ""))
+    settings.append(f"schedule {config.schedule}")
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
     if groups:
         cost = trainer.step_cost(args)
@@ -25,7 +32,7 @@ def banner(trainer, config, args):
         )
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only half of their communication")
-        lines.append("  memory: two graphs at once, and under FSDP all blocks unsharded in a group's backward (README, Memory)")
+        lines.append(f"  memory: {MEMORY[config.schedule]} (README, Memory)")
     return "\n".join(lines)
 
 

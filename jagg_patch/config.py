@@ -51,7 +51,7 @@ def _setting(default, convert, rule, help):
 class JaggConfig:
     """How the update is grouped. Raises `JaggError` on a value out of range, naming what is valid.
 
-    Values may be given as strings, as the environment has them. `schedule="auto"` is the joint schedule.
+    Values may be given as strings, as the environment has them.
     """
 
     enabled: bool = _setting(True, _switch, (lambda value: None, "0 or 1"), "0 leaves the trainer as it is")
@@ -59,7 +59,12 @@ class JaggConfig:
     frac: float = _setting(
         0.6, float, (_fraction, "a number from 0 to 1"), "share of a trajectory's visited steps, noisiest first, to group"
     )
-    schedule: str = _setting("auto", str, _one_of("auto", "joint"), "when the endpoints' backward passes run")
+    schedule: str = _setting(
+        "auto",
+        str,
+        _one_of("auto", "joint", "sequential"),
+        "run a group's two backward passes in one call, or one after the other with a single graph in memory",
+    )
     aggregation: str = _setting(
         "interpolate",
         str,

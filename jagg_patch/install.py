@@ -51,7 +51,7 @@ class Handle:
         self.config = config
         if config.enabled:
             self._trainer.check(self._namespace)
-            session = Session(config, self._report)
+            session = Session(config, self._report, say_on_rank_zero)
             self.stats = session.stats
             self._wrap(self._trainer.wrappers(self._namespace, session))
         # What needs the process group. Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
@@ -116,24 +116,24 @@ class Handle:
 
     def _report(self):
         """After the first update with groups in it: what the plan came to."""
-        if not self._reported and self.stats.groups and is_rank_zero():
+        if not self._reported and self.stats.groups:
             passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
-            print(
-                f"JAGG: first optimizer step after {passes} backward passes through the model instead of {unpatched}", flush=True
+            say_on_rank_zero(
+                f"JAGG: first optimizer step after {passes} backward passes through the model instead of {unpatched}"
             )
-        self._reported = True
+            self._reported = True
 
     def _announce(self, args):
-        if is_rank_zero():
-            print(banner(self._trainer, self.config, args), flush=True)
+        say_on_rank_zero(banner(self._trainer, self.config, args))
 
 
 def is_script(namespace):
     return namespace.get("__name__") == "__main__"
 
 
-def is_rank_zero():
-    return int(os.environ.get("RANK", "0")) == 0
+def say_on_rank_zero(text):
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, flush=True)
 
 
 def require_same_on_all_ranks(config):

@@ -12,58 +12,94 @@ from .errors import JaggError
 from .plan import alphas
 
 
+def endpoint_weights(weights, aggregation="interpolate"):
+    """What each step's upstream gradient counts at the first endpoint and at the last.
+
+    Args:
+        weights: α as `alphas` returns it, `[W]` or `[W, B]`: one per step, or one per step and sample.
+        aggregation: `interpolate` gives `1-α_j` and `α_j`; `endpoints`, the published ablation, drops the intermediate steps.
+
+    Returns:
+        Two tensors of the shape of `weights`. The last step counts 0 at the first endpoint.
+    """
+    if aggregation == "endpoints":
+        weights = torch.zeros_like(weights)
+        weights[-1] = 1
+        base = torch.zeros_like(weights)
+        base[0] = 1
+        return base, weights
+    return 1 - weights, weights
+
+
+def weighted_sum(upstream_grads, weights):
+    """`Σ w_j s_j` of s_j `[B, ...]` with weights `[n]` or `[n, B]`: summed in float32 or wider, in the dtype of the first."""
+    first = upstream_grads[0]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=wide)
+    for grad, weight in zip(upstream_grads, weights.to(first.device, wide), strict=True):
+        total += weight.view(-1, *[1] * (grad.ndim - 1)) * grad if weight.ndim else weight * grad
+    return total.to(first.dtype)
+
+
 def aggregate(upstream_grads, weights, aggregation="interpolate"):
     """Fold a group's upstream gradients into those of its two endpoints.
 
     Args:
         upstream_grads: W tensors `[B, ...]`, s_j of each step in trajectory order.
-        weights: α as `alphas` returns it, `[W]` or `[W, B]`: one per step, or one per step and sample.
-        aggregation: `interpolate` gives `s_base = Σ (1-α_j) s_j` and `s_corr = Σ α_j s_j`; `endpoints`, the published
-            ablation, drops the intermediate steps: `s_base = s_0`, `s_corr = s_{W-1}`.
+        weights, aggregation: as for `endpoint_weights`.
 
     Returns:
         `(s_base, s_corr)`, each `[B, ...]` in the dtype of the upstream gradients; summed in float32 or wider.
     """
-    first = upstream_grads[0]
-    if aggregation == "endpoints":
-        return first, upstream_grads[-1]
-    wide = torch.promote_types(first.dtype, torch.float32)
-    s_base = torch.zeros_like(first, dtype=wide)
-    s_corr = torch.zeros_like(first, dtype=wide)
-    for grad, alpha in zip(upstream_grads, weights.to(first.device, wide), strict=True):
-        if alpha.ndim:
-            alpha = alpha.view(-1, *[1] * (grad.ndim - 1))
-        s_base += (1 - alpha) * grad
-        s_corr += alpha * grad
-    return s_base.to(first.dtype), s_corr.to(first.dtype)
+    base, corr = endpoint_weights(weights, aggregation)
+    return weighted_sum(upstream_grads, base), weighted_sum(upstream_grads, corr)
 
 
-class _JointBackward(torch.autograd.Function):
-    """Stands for the last endpoint's output; its backward feeds both endpoints, so the loss's own backward is the joint one."""
+class _EndpointBackward(torch.autograd.Function):
+    """A value whose gradient goes to endpoints' graphs, folded: the loss's own backward is then that of the endpoints."""
 
     @staticmethod
-    def forward(ctx, first, last, fold):
+    def forward(ctx, fold, value, *endpoints):
         ctx.fold = fold
-        return last.view_as(last)
+        return value.view_as(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, last_grad):
-        return *ctx.fold(last_grad), None
+    def backward(ctx, grad):
+        return None, grad, *ctx.fold(grad)
 
 
-def joint_output(first, last, fold):
-    """The value of `last`, connected to both endpoints' graphs.
+def joint_output(value, endpoints, fold):
+    """`value`, connected to the graphs of `endpoints`.
 
     Args:
-        first, last: model outputs of the endpoints, each with its graph.
-        fold: called once with s_{W-1} when the returned tensor gets its gradient; returns `(s_base, s_corr)`.
+        value: a step's model output `[B, ...]`, detached; its `.grad` gets that of the returned tensor if it requires one.
+        endpoints: model outputs with their graphs, one or two.
+        fold: called once with the gradient of the returned tensor; returns one gradient for each endpoint.
     """
-    return _JointBackward.apply(first, last, fold)
+    return _EndpointBackward.apply(fold, value, *endpoints)
+
+
+class _Link(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, parameter):
+        ctx.save_for_backward(parameter)
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (parameter,) = ctx.saved_tensors
+        return grad, torch.zeros_like(parameter)
+
+
+def linked(value, parameter):
+    """`value`, in whose backward `parameter` gets a gradient of zeros."""
+    return _Link.apply(value, parameter)
 
 
 def group_backward(velocity, losses, timesteps, config=None):
-    """Accumulate the gradient of one group of steps with two transformer backward passes, in one autograd call.
+    """Accumulate the gradient of one group of steps with two transformer backward passes.
 
     This is the whole method, for a training loop of one's own; the README has an example.
 
@@ -71,7 +107,8 @@ def group_backward(velocity, losses, timesteps, config=None):
         velocity: `velocity(j)` runs the model for step j of the group, 0 ≤ j < W, and returns its output `[B, ...]`.
         losses: `losses(j, v_hat)` is the scalar loss of step j; it may reach the model's graph through `v_hat` only.
         timesteps: tensor `[W]` or `[W, B]`.
-        config: a `JaggConfig`; `aggregation` counts, and with `enabled=False` each step gets a backward of its own.
+        config: a `JaggConfig`; `aggregation` and `schedule` count (`auto` is joint here: one autograd call for both passes), and
+            with `enabled=False` each step gets a backward of its own.
 
     Returns:
         The W losses, detached, `[W]`.
@@ -89,16 +126,16 @@ def group_backward(velocity, losses, timesteps, config=None):
             values.append(loss.detach())
         return torch.stack(values)
 
-    weights = alphas(timesteps)
+    base, corr = endpoint_weights(alphas(timesteps), config.aggregation)
     endpoints, upstream_grads = [], []
     for j in range(n_steps):
         is_endpoint = j in (0, n_steps - 1)
         with torch.set_grad_enabled(is_endpoint):
             output = velocity(j)
-        if not is_endpoint:
-            torch.clear_autocast_cache()  # as in session.py
         if is_endpoint:
             endpoints.append(output)
+        else:
+            torch.clear_autocast_cache()  # as in session.py
         v_hat = output.detach().requires_grad_()
         loss = losses(j, v_hat)
         loss.backward()  # reaches v_hat, and whatever else the loss depends on
@@ -108,5 +145,8 @@ def group_backward(velocity, losses, timesteps, config=None):
             )
         upstream_grads.append(v_hat.grad)
         values.append(loss.detach())
-    torch.autograd.backward(endpoints, aggregate(upstream_grads, weights, config.aggregation))
+        if config.schedule == "sequential" and j == n_steps - 2:
+            endpoints.pop().backward(weighted_sum(upstream_grads, base[:-1]))
+    folded = [weighted_sum(upstream_grads, weights) for weights in (base, corr)]
+    torch.autograd.backward(endpoints, folded[-len(endpoints) :])
     return torch.stack(values)

@@ -8,18 +8,41 @@ A trainer whose loop can't be told from the rest of its `main` is one long train
 steps in trajectory order by itself draws no order.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from .engines import link_parameter, syncs_gradients
 from .errors import JaggError
-from .joint import aggregate, joint_output
+from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .plan import Role, alphas, plan_groups, step_roles
+from .schedule import Schedule
+
+
+class Step(NamedTuple):
+    """A training forward that the loop is about to run, as an adapter reads it off the call.
+
+    index: the step's place in the trajectory, or a list of them, one for each sample of the batch.
+    timesteps: `[B]`, what the model is fed.
+    model: what runs the forward, as its engine wraps it.
+    timesteps_at: `timesteps_at(indices)` is what the model would be fed, `[B]`, at those places in the trajectory, one a sample.
+    """
+
+    index: int | list
+    timesteps: torch.Tensor
+    model: torch.nn.Module
+    timesteps_at: Callable
+
+    @property
+    def indices(self):
+        return [int(i) for i in self.index] if isinstance(self.index, list) else [int(self.index)]
 
 
 @dataclass
@@ -50,13 +73,19 @@ class Stats:
 class _Group:
     """An open group: the first endpoint's output with its graph, and each step's proxy and timesteps so far."""
 
-    def __init__(self, where):
+    def __init__(self, where, model, is_joint):
         self.where = where
+        self.model = model
+        self.is_joint = is_joint
+        self.syncs = syncs_gradients(model)
+        self.link = link_parameter(model)
         self.first = None
         self.proxies = []
         self.timesteps = []
-        self.weights = None  # α, known when the last step comes
+        self.weights = None  # of each step at the two endpoints, known before an endpoint's backward
         self.constants = ()  # which tensors that the forward returns can't carry a gradient
+        self.ends_first = False  # the step that is visited is the one whose backward is the first endpoint's, if that has its own
+        self.first_folded = self.first_done = False
         self.folded = False
 
     def release(self):
@@ -65,16 +94,16 @@ class _Group:
             proxy.grad = None
         self.first, self.proxies, self.timesteps = None, [], []
 
-    def close_with(self, where):
-        """Work out α before the last forward is paid for."""
+    def weigh(self, timesteps, aggregation, where):
+        """Work out what each step counts, before an endpoint's forward or backward is paid for."""
         try:
-            self.weights = alphas(torch.stack(self.timesteps))
+            self.weights = endpoint_weights(alphas(torch.stack(timesteps)), aggregation)
         except JaggError as error:
             raise JaggError(f"{where}: {error}") from None
 
-    def require_backward(self):
-        """Every step so far must have had its loss's backward, which leaves s_j in the proxy's `.grad`."""
-        missing = [j for j, proxy in enumerate(self.proxies) if proxy.grad is None]
+    def require_backward(self, proxies):
+        """These steps must have had their loss's backward, which leaves s_j in the proxy's `.grad`."""
+        missing = [j for j, proxy in enumerate(proxies) if proxy.grad is None]
         if missing:
             raise JaggError(
                 f"{self.where}: no gradient arrived for step {missing[0]} of the group before the group went on\n"
@@ -85,17 +114,21 @@ class _Group:
 class Session:
     """Ties the plan and the joint backward to the step calls of a training loop, one rollout's update at a time.
 
-    `on_update` is called before every optimizer step that finds the gradient whole.
+    `on_update` is called before every optimizer step that finds the gradient whole, `say` with what users should know.
     """
 
-    def __init__(self, config, on_update=lambda: None):
+    def __init__(self, config, on_update=lambda: None, say=lambda line: None):
         self.config = config
         self.stats = Stats()
+        self.schedule = Schedule(config.schedule, say)
         self._on_update = on_update
         self._graph_is_known = False
+        self._group = None
         self._forget()
 
     def _forget(self):
+        if self._group is not None:
+            self._group.release()
         self._in_training_step = False
         self._failed_at = None
         self._roles = ()
@@ -105,8 +138,8 @@ class Session:
         self._position = 0  # how many of its visited steps are done
         self._batch_size = 0
         self._role = None  # of the step whose forward is running
-        self._group = None
         self._solver_calls = 0
+        self._group = None
 
     @contextmanager
     def training_step(self):
@@ -122,6 +155,11 @@ class Session:
             self._require_whole("the training step ended")
             self._require_last_sample_visited("the training step ended")
             self.stats.training_steps += 1
+        except BaseException:
+            if self._group is not None and (self._group.first_folded or self._group.folded):
+                # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
+                self._group.model.zero_grad()
+            raise
         finally:
             hook.remove()
             self._forget()
@@ -175,13 +213,11 @@ class Session:
         self._orders.append(permutation[:n_visited].tolist())
         return permutation
 
-    def run_step(self, index, timesteps, forward):
+    def run_step(self, step, forward):
         """One training forward, in the grad mode that its role asks for.
 
         Args:
-            index: the step's place in the trajectory, or a list of them, one for each sample of the batch; checked against
-                what the plan expects.
-            timesteps: `[B]`, what the model is fed.
+            step: a `Step`; its place is checked against what the plan expects.
             forward: called once, without arguments.
 
         Returns:
@@ -191,46 +227,45 @@ class Session:
             return forward()
         self._require_no_failure("the loop went on")
         try:
-            return self._visit([int(i) for i in index] if isinstance(index, list) else [int(index)], timesteps, forward)
+            return self._visit(step, forward)
         except BaseException:
             self._failed_at = self._failed_at or f"sample {self._sample}, visited step {self._position}"
             raise
 
-    def _expected(self, batch_size):
-        """Trajectory steps that the plan has for a batch now, one a sample; None where there are no more samples."""
+    def _expected(self, batch_size, position):
+        """Trajectory steps that the plan has for a batch at that position, one a sample; None where there are no more samples."""
         if self._orders is None:
-            return [self._position] * batch_size
+            return [position] * batch_size
         orders = self._orders[self._sample : self._sample + batch_size]
-        if len(orders) < batch_size or (self._position and batch_size != self._batch_size):
+        if len(orders) < batch_size or (position and batch_size != self._batch_size):
             return None
-        return [order[self._position] for order in orders]
+        return [order[position] for order in orders]
 
-    def _visit(self, indices, timesteps, forward):
-        position = self._position
+    def _visit(self, step, forward):
+        position, indices = self._position, step.indices
         steps = f"step {indices[0]}" if len(indices) == 1 else f"steps {indices}"
         where = f"sample {self._sample}, visited step {position} (trajectory {steps})"
-        expected = self._expected(len(indices))
+        expected = self._expected(len(indices), position)
         if indices != expected:
             planned = "no further step" if expected is None else f"trajectory step {', '.join(map(str, expected))}"
             raise JaggError(
                 f"{where}: the plan expected {planned}, so the loop isn't the one that JAGG knows\n"
                 "nothing was trained on this step: run with JAGG_ENABLED=0 and report this upstream version"
             )
+        self._batch_size = len(indices)
         role = self._roles[position]
         if role in (Role.EXACT, Role.FIRST):
             self._require_closed(f"{where} came")
         if role is Role.FIRST:
-            self._group = _Group(where)
+            self.schedule.before_group(step.model)
+            self._group = _Group(where, step.model, self.schedule.is_joint)
         if role is not Role.EXACT:
-            self._group.require_backward()
-            self._group.timesteps.append(timesteps.detach().reshape(-1))
-        if role is Role.LAST:
-            self._group.close_with(where)
+            self._enter_grouped_step(step, role, where)
 
         self._role, self._solver_calls = role, 0
         try:
             with torch.set_grad_enabled(role is not Role.INTERMEDIATE):
-                result = forward()
+                result = self._measured(step.model, forward) if role is Role.FIRST else forward()
         finally:
             self._role = None
             if role is Role.INTERMEDIATE:
@@ -238,7 +273,6 @@ class Session:
                 torch.clear_autocast_cache()
         if role is not Role.EXACT:
             self._require_through_proxy(result, where, role)
-        self._batch_size = len(indices)
         self._position += 1
         if self._position == len(self._roles):
             self._position = 0
@@ -248,6 +282,44 @@ class Session:
         else:
             self.stats.grouped_steps += 1
         return result
+
+    def _measured(self, model, forward):
+        with self.schedule.measuring(model):
+            return forward()
+
+    def _enter_grouped_step(self, step, role, where):
+        """Everything that can be checked and worked out before the forward is paid for."""
+        group, timesteps = self._group, step.timesteps.detach().reshape(-1)
+        group.require_backward(group.proxies)
+        syncs = syncs_gradients(step.model)
+        if syncs != group.syncs and not (role is Role.LAST and syncs):
+            raise JaggError(
+                f"{where}: whether gradients are synced between the ranks changed inside a group\n"
+                "the ranks would drift apart: sync after whole samples only, or run with JAGG_ENABLED=0"
+            )
+        group.timesteps.append(timesteps)
+        if group.is_joint:
+            if role is Role.LAST:
+                group.weigh(group.timesteps, self.config.aggregation, where)
+            return
+
+        def timesteps_at(position):
+            return step.timesteps_at(self._expected(len(step.indices), position)).reshape(-1).to(timesteps)
+
+        if not torch.equal(timesteps_at(self._position), timesteps):
+            raise JaggError(
+                f"{where}: the model is fed timesteps {timesteps.tolist()}, its schedule says "
+                f"{timesteps_at(self._position).tolist()}\n"
+                "the sequential schedule can't look ahead here: run with JAGG_SCHEDULE=joint, and report this upstream version"
+            )
+        if role is Role.LAST and not group.first_done:
+            raise JaggError(
+                f"{group.where}: the backward pass of the group's first endpoint, in that of the step before {where}, failed\n"
+                "its gradient is incomplete: let the exception end the training step, or run with JAGG_ENABLED=0"
+            )
+        group.ends_first = role is not Role.LAST and self._roles[self._position + 1] is Role.LAST
+        if group.ends_first:
+            group.weigh([*group.timesteps, timesteps_at(self._position + 1)], self.config.aggregation, where)
 
     def _require_through_proxy(self, result, where, role):
         """What a grouped forward returns must depend on the model output through the solver step alone."""
@@ -289,33 +361,56 @@ class Session:
             )
         with torch.enable_grad():
             if self._role is Role.LAST:
-                yield joint_output(group.first, model_output, partial(self._fold, group))
+                endpoints = [group.first, model_output] if group.is_joint else [model_output]
+                yield joint_output(model_output.detach(), endpoints, partial(self._fold, group))
                 return
             if self._role is Role.FIRST:
-                self._refuse_reentrant_checkpointing(model_output)
+                self._look_for_reentrant_checkpointing(model_output)
                 group.first = model_output.clone()  # the trainer may change its own in place
             proxy = model_output.detach().requires_grad_()
-            proxy.register_hook(lambda grad: self._refuse_second_backward(group))
             group.proxies.append(proxy)
-            yield proxy
+            if group.ends_first:
+                yield joint_output(proxy, [group.first], partial(self._fold_first, group))
+                return
+            proxy.register_hook(lambda grad: self._refuse_second_backward(group, group.first_folded or group.folded))
+            yield proxy if group.link is None else linked(proxy, group.link)
+
+    def _fold_first(self, group, grad):
+        """`(s_base,)` of `group`: runs inside the own backward of the step before the last, in the sequential schedule."""
+        with self._failing(group):
+            self._refuse_second_backward(group, group.first_folded)
+            group.require_backward(group.proxies[:-1])
+            group.first_folded, group.first = True, None
+            base, _ = group.weights
+            folded = weighted_sum([proxy.grad for proxy in group.proxies[:-1]] + [grad], base[:-1])
+        self._once_through(partial(setattr, group, "first_done", True))
+        return (folded,)
 
     def _fold(self, group, last_grad):
-        """`(s_base, s_corr)` of `group`: runs inside the last step's own backward, and closes the group when that is through."""
-        self._refuse_second_backward(group)
-        try:
-            group.require_backward()
+        """`(s_base, s_corr)`, in the sequential schedule `(s_corr,)`: runs inside the last step's own backward."""
+        with self._failing(group):
+            self._refuse_second_backward(group, group.folded)
+            group.require_backward(group.proxies)
             group.folded = True
             grads = [proxy.grad for proxy in group.proxies] + [last_grad]
-            folded = aggregate(grads, group.weights, self.config.aggregation)
+            folded = [weighted_sum(grads, weights) for weights in (group.weights if group.is_joint else group.weights[1:])]
+        self._once_through(partial(self._close, group))
+        return folded
+
+    @contextmanager
+    def _failing(self, group):
+        try:
+            yield
         except BaseException:
             self._failed_at = self._failed_at or group.where
             raise
-        # Not now: the endpoints' backward passes are still to come, and if they fail the group's gradient is missing.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._close, group))
-        return folded
 
-    def _refuse_second_backward(self, group):
-        if group is not self._group or group.folded:
+    def _once_through(self, callback):
+        """Call back when the running backward is whole: the endpoints' graphs are still to come, and may fail."""
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _refuse_second_backward(self, group, is_folded):
+        if group is not self._group or is_folded:
             self._failed_at = self._failed_at or group.where
             raise JaggError(
                 f"{group.where}: a second backward reached the group after its last step's (retain_graph, or a loss used twice)\n"
@@ -328,9 +423,9 @@ class Session:
             self._group = None
             self.stats.groups += 1
 
-    def _refuse_reentrant_checkpointing(self, output):
+    def _look_for_reentrant_checkpointing(self, output):
         """It runs backward passes inside the backward; FSDP1 then loses gradients when two graphs are joined."""
-        if self._graph_is_known:
+        if self._graph_is_known or self.schedule.name == "sequential":
             return
         seen, nodes = set(), [output.grad_fn]
         while nodes:
@@ -338,10 +433,13 @@ class Session:
             if node is None or node in seen:
                 continue
             if node.name() == "CheckpointFunctionBackward":
-                raise JaggError(
-                    "the model recomputes activations with reentrant checkpointing, which isn't supported\n"
-                    "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT), or run with JAGG_ENABLED=0"
-                )
+                if self.schedule.is_joint:
+                    raise JaggError(
+                        "the model recomputes activations with reentrant checkpointing, which the joint schedule can't have\n"
+                        "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT), or run with JAGG_SCHEDULE=sequential"
+                    )
+                self.schedule.settle("sequential", "the model's activation checkpointing is reentrant")
+                return
             seen.add(node)
             nodes += [next_node for next_node, _ in node.next_functions]
         self._graph_is_known = True
@@ -359,6 +457,7 @@ class Session:
         except JaggError:
             self._failed_at = self._failed_at or "an optimizer step"
             raise
+        self.schedule.before_optimizer_step(self.stats.groups)
         self._on_update()
 
     def _require_whole(self, event):

@@ -4,10 +4,13 @@ import functools
 import inspect
 from dataclasses import dataclass
 
+import torch
+
 from ..cost import StepCost
 from ..errors import JaggError
 from ..intercept import call_lines, require_module, require_parameters
 from ..plan import Steps
+from ..session import Step
 from . import wrap
 
 
@@ -29,7 +32,7 @@ class DanceGrpoTrainer:
     parameters = {
         "train_one_step": ("args",),
         "sample_reference_model": ("args",),
-        "grpo_one_step": ("timesteps", "i"),
+        "grpo_one_step": ("transformer", "timesteps", "i", "sigma_schedule"),
         "flux_step": ("model_output",),
     }
 
@@ -84,7 +87,12 @@ class DanceGrpoTrainer:
             return result
 
         def read(arguments):
-            return arguments["i"], arguments["timesteps"]
+            timesteps, sigmas = arguments["timesteps"], arguments["sigma_schedule"]
+
+            def timesteps_at(indices):
+                return torch.full_like(timesteps, int(sigmas[indices[0]] * 1000))
+
+            return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at)
 
         return {
             "train_one_step": wrapped_train_one_step,

@@ -14,6 +14,7 @@ from ..cost import StepCost
 from ..errors import JaggError
 from ..intercept import call_lines, changed, require_class, require_module, require_parameters
 from ..plan import Steps
+from ..session import Step
 from . import wrap
 
 
@@ -57,6 +58,11 @@ class _Rollout:
     def indices(self, timesteps):
         """The trajectory steps of `[B]` timesteps; a timestep that the scheduler doesn't have is -1."""
         return [self.index_of.get(t, -1) for t in timesteps.tolist()]
+
+    def timesteps(self, indices):
+        """The inverse: a list of timesteps."""
+        timesteps = list(self.index_of)
+        return [timesteps[index] for index in indices]
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,13 @@ class StableDiffusionTrainer:
 
             if not session.visits:
                 return call(model, sample, timestep, *args, **kwargs)
-            own = timestep.chunk(2)[0] if flags.config.train.cfg else timestep  # with guidance the batch is there twice
-            return session.run_step(rollout.indices(own), timestep, forward_to_proxy)
+            copies = 2 if flags.config.train.cfg else 1  # with guidance the batch is there twice
+
+            def timesteps_at(indices):
+                return timestep.new_tensor(rollout.timesteps(indices) * copies)
+
+            indices = rollout.indices(timestep.chunk(copies)[0])
+            return session.run_step(Step(indices, timestep, model, timesteps_at), forward_to_proxy)
 
         return wrapped_forward
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..cost import StepCost
 from ..intercept import require_class, require_parameters
 from ..plan import Steps
+from ..session import Step
 from . import wrap
 
 
@@ -13,8 +14,8 @@ class FlowGrpoTrainer:
     """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step.
 
     `trains_window` says that it trains the SDE window where one is set, else all steps but the last, and not
-    `timestep_fraction` of them. `is_accelerate` says who starts the
-    process group: accelerate, or the trainer's own `init_distributed`.
+    `timestep_fraction` of them. `is_accelerate` says who starts the process group: accelerate, or the trainer itself
+    with `init_distributed`.
     """
 
     name: str
@@ -25,7 +26,7 @@ class FlowGrpoTrainer:
     in_main = True
     parameters = {
         "main": (),
-        "compute_log_prob": ("sample", "j"),
+        "compute_log_prob": ("transformer", "sample", "j"),
         "sde_step_with_logprob": ("model_output",),
     }
 
@@ -76,7 +77,8 @@ class FlowGrpoTrainer:
             session.plan(steps.trainable, steps.visited, shuffled=False)
 
         def read(arguments):
-            return arguments["j"], arguments["sample"]["timesteps"][:, arguments["j"]]
+            timesteps, j = arguments["sample"]["timesteps"], arguments["j"]
+            return Step(j, timesteps[:, j], arguments["transformer"], lambda indices: timesteps[:, indices[0]])
 
         def after_init(accelerator):
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)

@@ -7,15 +7,16 @@ from ..errors import JaggError
 from ..intercept import ForwardingModule, called_from
 from ..plan import plan_groups
 
+KNOWN_ENGINES = ("NO", "FSDP", "DEEPSPEED")  # and MULTI_GPU and so on, which are DDP
+
 
 def training_forward(function, session, read):
-    """`function` runs one training forward; `read(arguments)` gives its `(index, timesteps)`."""
+    """`function` runs one training forward; `read(arguments)` gives its `Step`."""
     bind = inspect.signature(function).bind
 
     @functools.wraps(function)
     def wrapped_forward(*args, **kwargs):
-        index, timesteps = read(bind(*args, **kwargs).arguments)
-        return session.run_step(index, timesteps, functools.partial(function, *args, **kwargs))
+        return session.run_step(read(bind(*args, **kwargs).arguments), functools.partial(function, *args, **kwargs))
 
     return wrapped_forward
 
@@ -104,10 +105,10 @@ def require_fit(accelerator, n_visited, config):
     if not plan_groups(n_visited, config):
         return
     engine = accelerator.distributed_type.value
-    if engine != "NO" and not engine.startswith("MULTI_"):
+    if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):
         raise JaggError(
-            f"accelerate runs {engine} here, and JAGG's joint backward hasn't been shown to be right on it\n"
-            "launch with accelerate's multi_gpu configuration (DDP), or run with JAGG_ENABLED=0"
+            f"accelerate runs {engine} here, and JAGG hasn't been shown to be right on it\n"
+            "launch with an accelerate configuration for DDP, FSDP or DeepSpeed, or run with JAGG_ENABLED=0"
         )
     n_micro_steps = accelerator.gradient_accumulation_steps
     if n_micro_steps % n_visited:

@@ -43,7 +43,7 @@ def test_flag_beats_environment_beats_default():
         ("frac", "-0.1", "0 to 1"),
         ("frac", "nan", "0 to 1"),
         ("frac", "most", "0 to 1"),
-        ("schedule", "sequential", "auto or joint"),
+        ("schedule", "both", "auto or joint or sequential"),
         ("aggregation", "mean", "interpolate or endpoints"),
     ],
 )

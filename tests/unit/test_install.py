@@ -108,8 +108,9 @@ def test_group_size_two_is_exact_with_half_the_autograd_calls(load):
 @pytest.mark.parametrize("group_size", [3, 4, 5])
 @pytest.mark.parametrize("frac", [0.6, 1.0])
 @pytest.mark.parametrize("aggregation", ["interpolate", "endpoints"])
-def test_the_gradient_is_group_backward_s(load, group_size, frac, aggregation):
-    config = JaggConfig(group_size=group_size, frac=frac, aggregation=aggregation)
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_the_gradient_is_group_backward_s(load, group_size, frac, aggregation, schedule):
+    config = JaggConfig(group_size=group_size, frac=frac, aggregation=aggregation, schedule=schedule)
     module, model = load(), make_model()
     calls = []  # (arguments, log-probability) of every training forward
     original = module.grpo_one_step
@@ -148,7 +149,7 @@ def test_the_gradient_is_group_backward_s(load, group_size, frac, aggregation):
                 new = module.flux_step(v_hat, latents, args.eta, sigmas, i, pre_latents, True, True)[2]
                 return -(advantages[sample] * torch.exp(new - old)).mean() / (args.n_samples * n_visited)
 
-            group_backward(velocity, loss, torch.stack([step[4] for step in steps]), config)
+            group_backward(velocity, loss, torch.stack([step[4] for step in steps]), JaggConfig(aggregation=aggregation))
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert_close(found[0], expected, rtol=1e-5, atol=1e-8)
     n_backward = args.n_samples * (2 * len(groups) + len(singles))
@@ -208,10 +209,10 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
     install(vars(module), parser)
     parser.parse_args([])
     assert capsys.readouterr().out.splitlines() == [
-        f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6, aggregation interpolate, schedule joint (auto)",
+        f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6, aggregation interpolate, schedule auto",
         "  plan: 9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact",
         "  predicted per sample, in forwards: update 36 -> 27 (1.33x), with sampling 52 -> 43 (1.21x)",
-        "  memory: two graphs at once, and under FSDP all blocks unsharded in a group's backward (README, Memory)",
+        "  memory: as unpatched for 2 optimizer steps (sequential); then joint, if what they have left free holds it (README, Memory)",
     ]
     for _ in range(2):
         run(module, timestep_fraction=0.6)
@@ -271,16 +272,17 @@ def stops(module, match, **settings):
         ("    return flux_step(velocity", "    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)\n    return flux_step(velocity", "2 times"),
         ("    return flux_step(velocity", "    return flux_step.__wrapped__(velocity", "0 times"),
         # a forward that failed and was passed over
-        ("            new_log_probs = grpo_one_step(", "            if j == 2:\n                try: grpo_one_step(args, None, None, model, timesteps[:1], step, sigmas)\n                except TypeError: pass\n            new_log_probs = grpo_one_step(", "visited step 2 had failed"),
+        ("            new_log_probs = grpo_one_step(", "            if j == 2:\n                try: grpo_one_step(args, None, None, model, timesteps[step : step + 1], step, sigmas)\n                except TypeError: pass\n            new_log_probs = grpo_one_step(", "visited step 2 had failed"),
         # another number of steps than the arguments say
         ("    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 2\n", "orders 14 steps"),
         # endpoints of a group at one timestep
-        ("int(s * 1000) for s in sigmas[:n]", "500 for s in sigmas[:n]", "visited step 3 .*share a timestep"),
+        ("torch.linspace(1, 0, args.sampling_steps + 1)", "torch.full([args.sampling_steps + 1], 0.5)", "visited step [23] .*share a timestep"),
     ],
 )  # fmt: skip
-def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match, schedule):
     module = load(old, new)
-    install(vars(module), config=JaggConfig(frac=1))
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule))
     stops(module, match)
 
 
@@ -298,24 +300,50 @@ def test_an_exact_step_after_an_unclosed_group_is_stopped(load):
     stops(module, "visited step 9 .* came while the group .* still open")
 
 
-def test_reentrant_checkpointing_is_refused(load):
-    module = load("    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))", """
+REENTRANT = """
     inputs = torch.cat([latents, timesteps[:, None] / 1000], 1).requires_grad_()
     return torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=True)
-""")  # fmt: skip
-    install(vars(module), config=JaggConfig())
+"""
+
+
+def test_reentrant_checkpointing_is_refused(load):
+    module = load("    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))", REENTRANT)
+    install(vars(module), config=JaggConfig(schedule="joint"))
     stops(module, "reentrant checkpointing")
 
 
-def test_the_model_output_may_be_changed_in_place_afterwards(load):
+def test_timesteps_that_the_schedule_does_not_have_are_refused_where_it_is_needed(load):
+    """The sequential schedule looks ahead: to the last endpoint's timestep."""
+    module = load("int(s * 1000) for s in sigmas[:n]", "int(s * 999) for s in sigmas[:n]")
+    install(vars(module), config=JaggConfig(schedule="sequential"))
+    stops(module, "visited step 0 .*: the model is fed timesteps .999., its schedule says .1000.")
+    module = load("int(s * 1000) for s in sigmas[:n]", "int(s * 999) for s in sigmas[:n]")
+    install(vars(module), config=JaggConfig(schedule="joint"))
+    run(module)
+
+
+def test_reentrant_checkpointing_settles_the_schedule(load, capsys):
+    module = load("    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))", REENTRANT)
+    expected = run(module)[1]
+    for schedule in ("auto", "sequential"):
+        handle = install(vars(module), config=JaggConfig(group_size=2, frac=1, schedule=schedule))
+        assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-8)
+        assert handle.stats.groups == 2 * 7
+        assert ("schedule sequential from here on: the model's activation" in capsys.readouterr().out) == (schedule == "auto")
+        handle.uninstall()
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_the_model_output_may_be_changed_in_place_afterwards(load, schedule):
     in_place = "    return flux_step(velocity", "    log_prob = flux_step(velocity"
     module = load(*in_place, "sde_solver=True)[2]", "sde_solver=True)[2]\n    velocity.mul_(0.5)\n    return log_prob")
     expected = run(load())[1]
-    install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    install(vars(module), config=JaggConfig(group_size=2, frac=1, schedule=schedule))
     assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-8)
 
 
-def test_autocast_around_the_loop_loses_no_gradient(load):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_autocast_around_the_loop_loses_no_gradient(load, schedule):
     """torch 2.5 keeps the casts of a forward without a graph, and a later one that records would use them."""
 
     class LateLayer(torch.nn.Module):
@@ -329,7 +357,7 @@ def test_autocast_around_the_loop_loses_no_gradient(load):
 
     # The rollout's casts would be kept too, and spoil the unpatched trainer as well.
     module = load("    shuffled = ", "    torch.clear_autocast_cache()\n    shuffled = ")
-    install(vars(module), config=JaggConfig(frac=1))
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule))
     gradients = []
     for cache in (True, False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
@@ -340,15 +368,24 @@ def test_autocast_around_the_loop_loses_no_gradient(load):
 SWALLOW = "            try: loss.backward()\n            except {error}: pass\n"
 
 
-def test_a_joint_backward_that_fails_and_is_passed_over_is_stopped(load):
+@pytest.mark.parametrize(
+    ("schedule", "failing", "match"),
+    [
+        ("joint", 1, "visited step 5 .* while the group .* still open"),
+        ("joint", 2, "visited step 5 .* while the group .* still open"),
+        ("sequential", 1, "visited step 0 .* first endpoint, in that of the step before .* visited step 4 .* failed"),
+        ("sequential", 2, "visited step 5 .* while the group .* still open"),
+    ],
+)
+def test_an_endpoint_s_backward_that_fails_and_is_passed_over_is_stopped(load, schedule, failing, match):
     """As when memory runs out in the transformer's own backward: the whole group's gradient would be missing."""
     module, model = load("            loss.backward()\n", SWALLOW.format(error="MemoryError")), make_model()
-    install(vars(module), config=JaggConfig())
+    install(vars(module), config=JaggConfig(schedule=schedule))
     calls = []
 
     def fail_once(grad):
         calls.append(1)
-        if len(calls) == 1:
+        if len(calls) == failing:
             raise MemoryError
 
     def watch_output(module, inputs, output):
@@ -356,16 +393,19 @@ def test_a_joint_backward_that_fails_and_is_passed_over_is_stopped(load):
             output.register_hook(fail_once)
 
     model.register_forward_hook(watch_output)
-    with pytest.raises(JaggError, match="visited step 5 .* while the group .* still open"):
+    with pytest.raises(JaggError, match=match):
         run(module, model)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_second_backward_of_an_earlier_group_s_step_is_stopped(load, step):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("step", [0, 1, 3, 4])
+@pytest.mark.parametrize("again", [4, 6])
+def test_a_second_backward_of_an_earlier_step_is_stopped(load, step, again, schedule):
     twice = "            loss.backward(retain_graph=True)\n"
-    twice += f"            if j == {step}: kept = loss\n            if j == 6: kept.backward()\n"
+    twice += f"            if j == {step}: kept = loss\n            if j == {again}: kept.backward()\n"
     module = load("            loss.backward()\n", twice)
-    install(vars(module), config=JaggConfig(frac=1, group_size=5))
+    install(vars(module), config=JaggConfig(frac=1, group_size=5, schedule=schedule))
     stops(module, "a second backward reached the group")
 
 
@@ -385,9 +425,10 @@ def test_a_training_step_inside_another_is_refused(load):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_outlives_a_training_step(load, fails):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_nothing_outlives_a_training_step(load, fails, schedule):
     module = load("            loss.backward()\n", "            loss.backward()\n            args.after_step(j)\n")
-    install(vars(module), config=JaggConfig())
+    install(vars(module), config=JaggConfig(schedule=schedule))
     graphs, model = [], make_model()
     model.register_forward_hook(lambda module, inputs, output: graphs.append(weakref.ref(output)))
     hooks = len(_global_optimizer_pre_hooks)
@@ -428,7 +469,7 @@ def test_the_training_step_after_a_failed_one_starts_clean(load):
     ("old", "new", "match"),
     [
         ("def flux_step(model_output, latents", "def flux_step(output, latents", "flux_step.. has no parameter model_output"),
-        ("def grpo_one_step(args, latents, pre_latents, model, timesteps, i,", "def grpo_one_step(args, latents, pre_latents, model, timesteps, j,", "grpo_one_step.. has no parameter i"),
+        ("def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i,", "def grpo_one_step(args, latents, pre_latents, transformer, timesteps, j,", "grpo_one_step.. has no parameter i"),
         ("def sample_reference_model(args,", "def sample_reference_model(options,", "no parameter args"),
         ("def sample_reference_model(", "def roll_out(", "no function sample_reference_model"),
         ("    perms = torch.stack(", "    orders = torch.stack(", "0 calls of randperm"),

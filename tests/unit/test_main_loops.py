@@ -114,7 +114,7 @@ def test_as_a_script_an_error_ends_with_the_message_alone_and_leaves_nothing(loa
         run(module)
 
 
-@pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP"])
+@pytest.mark.parametrize("engine", ["MEGATRON_LM", "XLA"])
 def test_an_engine_that_was_not_shown_to_be_right_is_refused(load_either, engine):
     class OtherEngine(accelerate.Accelerator):
         def __init__(self, *args, **kwargs):
@@ -145,10 +145,11 @@ def test_a_gradient_sync_inside_a_sample_is_refused_at_start(load_either, monkey
         ("accelerator.backward(loss)\nINDENTif j == 7: break", "the plan expected"),
     ],
 )
-def test_a_loop_that_would_lose_a_gradient_is_stopped(load_either, new, match):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_loop_that_would_lose_a_gradient_is_stopped(load_either, new, match, schedule):
     indent = {"train_sd3_fast": 20, "train_grpo_sd": 24}[load_either.args[0]]
     module = load_either("accelerator.backward(loss)", new.replace("INDENT", " " * indent))
-    install(vars(module), config=JaggConfig())
+    install(vars(module), config=JaggConfig(schedule=schedule))
     stops(module, match)
 
 
@@ -200,14 +201,15 @@ def test_losses_that_the_trainer_keeps_hold_no_gradients_of_proxies(load_either)
 
 @pytest.mark.parametrize(("window", "group_size"), [(0, 3), (0, 4), (2, 4), (3, 4), (4, 4), (5, 2)])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_flow_gradient_is_group_backward_s(load_flow, window, group_size, beta):
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_flow_gradient_is_group_backward_s(load_flow, window, group_size, beta, schedule):
     """With beta, the loss reaches the model through the mean too, and a reference forward runs beside each step."""
-    config = JaggConfig(group_size=group_size, frac=1)
+    config = JaggConfig(group_size=group_size, frac=1, schedule=schedule)
     module = load_flow()
     with observe.recorded_steps(module, FLOW) as steps:
         run(module, window=window, beta=beta)
     n_visited = window or 9
-    expected = observe.oracle_gradient(module, steps[0]["arguments"]["policy"], steps, n_visited, config, FLOW)
+    expected = observe.oracle_gradient(module, steps[0]["arguments"]["transformer"], steps, n_visited, config, FLOW)
     module = load_flow()
     handle = install(vars(module), config=config)
     _, found, _ = run(module, window=window, beta=beta)
@@ -361,8 +363,9 @@ class Recorder:
 
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 @pytest.mark.parametrize("group_size", [3, 4])
-def test_sd_gradient_is_group_backward_s(load_sd, fraction, group_size):
-    config = JaggConfig(group_size=group_size, frac=1)
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_sd_gradient_is_group_backward_s(load_sd, fraction, group_size, schedule):
+    config = JaggConfig(group_size=group_size, frac=1, schedule=schedule)
     module, k = load_sd(), int(9 * fraction)
     module.FLAGS.config = plain = module.make_config(fraction)
     recorder = Recorder(plain.unet)

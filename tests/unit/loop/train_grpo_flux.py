@@ -21,8 +21,8 @@ def run_model(model, latents, timesteps):
     return model(torch.cat([latents, timesteps[:, None] / 1000], 1))
 
 
-def grpo_one_step(args, latents, pre_latents, model, timesteps, i, sigma_schedule):
-    velocity = run_model(model, latents, timesteps)
+def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i, sigma_schedule):
+    velocity = run_model(transformer, latents, timesteps)
     return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]
 
 

@@ -30,8 +30,8 @@ def sde_step_with_logprob(scheduler, model_output, timestep, sample, prev_sample
     return prev_sample, log_prob, mean, std
 
 
-def compute_log_prob(policy, scheduler, sample, j, config):
-    output = policy(sample["latents"][:, j], sample["timesteps"][:, j])
+def compute_log_prob(transformer, scheduler, sample, j, config):
+    output = transformer(sample["latents"][:, j], sample["timesteps"][:, j])
     return sde_step_with_logprob(
         scheduler,
         output,

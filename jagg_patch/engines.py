@@ -1,0 +1,44 @@
+"""What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Read off the model that is called."""
+
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+GATHERED_IN_BACKWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def syncs_gradients(model):
+    """Whether the backward of a forward that begins now reduces gradients; True where the engine's forward doesn't matter.
+
+    DDP alone prepares its reduction in the forward, so a step that syncs without a recorded forward would leave the ranks apart.
+    """
+    return getattr(model, "require_backward_grad_sync", True)
+
+
+def link_parameter(model):
+    """The parameter that every backward pass has to reach, or None where none has to.
+
+    DeepSpeed's ZeRO stage 2 fails on a backward pass that reaches no parameter, as those of a group's first steps do.
+    """
+    stage = getattr(model, "zero_optimization_stage", None)
+    if stage is None or stage() != 2:
+        return None
+    return min((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+
+
+def waiting_bytes(model):
+    """Bytes of the whole gradients, and of the gathered weights, that wait in a joint backward for its second graph."""
+    gradients = weights = 0
+    for unit in FSDP.fsdp_modules(model):
+        handle = unit._handle
+        if handle is None:
+            continue
+        size = handle.flat_param._unpadded_unsharded_size.numel() * handle._fwd_bwd_param_dtype.itemsize
+        gradients += size * handle.flat_param.requires_grad
+        weights += size * (unit.sharding_strategy in GATHERED_IN_BACKWARD)
+    if gradients or weights:
+        return gradients, weights
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()  # of a DTensor: the whole
+        gradients += size * parameter.requires_grad
+        weights += size * hasattr(parameter, "placements")
+    return gradients, weights

@@ -1,0 +1,59 @@
+"""How much memory the joint schedule takes on top of the unpatched trainer's, and how much there is. Bytes, of this rank."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+from .engines import waiting_bytes
+
+RESERVE = 0.05  # of the device, for fragmentation and for what the measured steps didn't see
+
+
+def free_bytes():
+    """What the steps so far have left unused at their peak; 0 where that can't be told."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated() - int(RESERVE * total)
+    try:
+        with open("/proc/meminfo") as file:
+            kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in file)}
+        available = 1024 * kilobytes["MemAvailable"]
+    except (OSError, KeyError):
+        return 0
+    return int((1 - RESERVE) * available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def graph_bytes(model):
+    """Yields a one-entry list: once it is over, the bytes that a forward of `model` inside keeps for its backward."""
+    found = [0]
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        yield found
+        found[0] = torch.cuda.memory_allocated() - before
+        return
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+    # Sized now: blocks that FSDP has resharded since are empty.
+    found[0] = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+
+
+def joint_excess(model, graph):
+    """What the joint schedule takes on top of the sequential one, whose peak is the unpatched trainer's.
+
+    Args:
+        model: as its engine wraps it.
+        graph: bytes of one step's graph; the joint schedule holds two.
+
+    A parameter's gradient from the last endpoint waits, whole, for the first's; so do weights that are gathered for a backward.
+    """
+    gradients, weights = waiting_bytes(model)
+    return graph + gradients + weights

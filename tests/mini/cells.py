@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 
+import jagg_patch.schedule
 from jagg_patch import JaggConfig, JaggError, install
 
 MINI = Path(__file__).resolve().parents[2] / "upstream/mini"
@@ -47,29 +48,33 @@ CELLS = {
     "unpatched": ({}, None, 2),
     "off": ({}, dict(enabled=False), 2),
     "frac 0": ({}, dict(frac=0), 2),
-    "W=2": ({}, dict(group_size=2, frac=1), 1),
-    "W=3": ({}, dict(group_size=3, frac=1), 1),  # 9 steps: 3 + 3 + 3
-    "W=4": ({}, dict(group_size=4, frac=1), 1),  # 9 steps: 5 + 4
-    "W=4 frac 0.6": ({}, dict(), 1),  # 9 steps: 5, then 4 exact
+    "W=2": ({}, dict(group_size=2, frac=1, schedule="joint"), 1),
+    "W=3": ({}, dict(group_size=3, frac=1, schedule="joint"), 1),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(group_size=4, frac=1, schedule="joint"), 1),  # 9 steps: 5 + 4
+    "W=4 frac 0.6": ({}, dict(schedule="joint"), 1),  # 9 steps: 5, then 4 exact
+    "sequential W=2": ({}, dict(group_size=2, frac=1, schedule="sequential"), 1),
+    "sequential W=3": ({}, dict(group_size=3, frac=1, schedule="sequential"), 1),
+    "sequential": ({}, dict(schedule="sequential"), 1),
+    "auto": ({}, dict(), 4),  # two optimizer steps of sequential groups, then what it has come to
     "endpoints": ({}, dict(aggregation="endpoints"), 1),
     "script": (dict(sampling_steps=16, timestep_fraction=0.6), None, 1),
     "script W=4": (dict(sampling_steps=16, timestep_fraction=0.6), dict(), 1),  # 9 of 15 steps: 5, then 4 exact
     "script endpoints": (dict(sampling_steps=16, timestep_fraction=0.6), dict(aggregation="endpoints"), 1),
     "fraction": (dict(timestep_fraction=0.6), None, 2),
-    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1), 1),  # 5 of 9 steps: one group of 5
+    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint"), 1),  # 5 of 9 steps: one group of 5
     "fraction off": (dict(timestep_fraction=0.6), dict(enabled=False), 2),
     "windows": (dict(gradient_accumulation_steps=1), None, 2),
     "windows off": (dict(gradient_accumulation_steps=1), dict(enabled=False), 2),
-    "windows W=2": (dict(gradient_accumulation_steps=1), dict(group_size=2, frac=1), 1),
-    "windows W=4": (dict(gradient_accumulation_steps=1), dict(frac=1), 1),
+    "windows W=2": (dict(gradient_accumulation_steps=1), dict(group_size=2, frac=1, schedule="joint"), 1),
+    "windows W=4": (dict(gradient_accumulation_steps=1), dict(frac=1, schedule="joint"), 1),
     "default clip": (dict(max_grad_norm=1.0), None, 2),
     "default clip off": (dict(max_grad_norm=1.0), dict(enabled=False), 2),
 }
 # cells whose gradient group_backward predicts, from the unpatched cell of the same trainer arguments
-ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "W=4 frac 0.6": "unpatched", "endpoints": "unpatched"}
-ORACLES |= {"fraction W=4": "fraction"}
+GROUPED = ("W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=2", "sequential W=3", "sequential", "endpoints")
+ORACLES = dict.fromkeys(GROUPED, "unpatched") | {"fraction W=4": "fraction"}
 # cells that are compared with the exact gradient, the unpatched trainer's
-EXACT = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "W=4 frac 0.6": "unpatched", "endpoints": "unpatched"}
+EXACT = dict.fromkeys(GROUPED, "unpatched")
 EXACT |= {"windows W=2": "windows", "script W=4": "script", "script endpoints": "script"}
 
 
@@ -146,6 +151,9 @@ def main(out):
         records["ranks differ in frac"] = refusal(bench, dict(frac=0.6 if rank == 0 else 0.5))
         records["one rank is off"] = refusal(bench, dict(enabled=rank == 0))
         records["the run after"] = bench.run(*CELLS["W=4"])
+        if rank == 1:
+            jagg_patch.schedule.free_bytes = lambda: 0
+        records["auto, one rank full"] = bench.run(*CELLS["auto"])
     for record in records.values():
         if isinstance(record, dict):
             record.pop("steps", None)

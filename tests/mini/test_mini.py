@@ -44,20 +44,23 @@ def test_off_is_bit_identical_after_two_training_steps(ranks, patched, plain):
 
 def test_the_random_numbers_are_the_unpatched_run_s(ranks):
     for records in ranks:
-        for patched, plain in (("windows W=2", "windows W=4"), ("W=2", "W=4"), ("W=3", "endpoints")):
+        for patched, plain in (("windows W=2", "windows W=4"), ("W=2", "W=4"), ("W=3", "endpoints"), ("sequential", "W=4")):
             assert torch.equal(records[patched]["rng"], records[plain]["rng"])
 
 
-@pytest.mark.parametrize("cell", ["W=2", "windows W=2"])
-def test_groups_of_two_are_exact(ranks, cell):
-    """Through the joint path: as many transformer backward passes as the exact run, in half the autograd calls."""
+@pytest.mark.parametrize(("cell", "autograd_calls"), [("W=2", 5), ("windows W=2", 5), ("sequential W=2", 9)])
+def test_groups_of_two_are_exact(ranks, cell, autograd_calls):
+    """Four groups and a single step: as many transformer backward passes as the exact run, joint in half the autograd calls."""
     record = ranks[0][cell]
     assert record["exact_error"] <= 1e-6
     assert record["passes"] == BATCHES * 9
-    assert record["reaching"] == BATCHES * 5  # four groups of two and a single step
+    assert record["reaching"] == BATCHES * autograd_calls
 
 
-@pytest.mark.parametrize("cell", ["W=2", "W=3", "W=4", "W=4 frac 0.6", "endpoints", "fraction W=4"])
+@pytest.mark.parametrize(
+    "cell",
+    ["W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=2", "sequential W=3", "sequential", "endpoints", "fraction W=4"],
+)
 def test_the_gradient_is_group_backward_s(ranks, cell):
     assert ranks[0][cell]["oracle_error"] <= 1e-6
 
@@ -79,6 +82,9 @@ def test_the_approximation_is_as_good_as_the_readme_says(ranks):
         ("W=3", 3 * 2, 3),
         ("W=4", 2 * 2, 2),
         ("W=4 frac 0.6", 2 + 4, 1 + 4),
+        ("sequential W=3", 3 * 2, 3 * 2),
+        ("sequential", 2 + 4, 2 + 4),
+        ("auto", 4 * (2 + 4), 2 * (2 + 4) + 2 * (1 + 4)),  # four training steps: the last two are joint, there is memory enough
         ("fraction W=4", 2, 1),
         ("windows W=4", 2 * 2, 2),
     ],
@@ -91,10 +97,18 @@ def test_backward_passes_are_the_planned_ones(ranks, cell, passes, autograd_call
             assert records[cell]["stats"]["backward_passes"] == BATCHES * passes
 
 
-def test_a_joint_backward_gathers_each_block_once(ranks):
+def test_auto_stays_sequential_everywhere_if_one_rank_is_full(ranks):
+    if len(ranks) == 1:
+        return
+    for records in ranks:
+        assert records["auto, one rank full"]["reaching"] == BATCHES * 4 * (2 + 4)
+        assert torch.equal(records["auto, one rank full"]["gradients"][1], records["auto"]["gradients"][1])
+
+
+def test_a_backward_gathers_each_block_once(ranks):
     expected = N_BLOCKS if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
     for records in ranks:
-        for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6"):
+        for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=3", "sequential"):
             assert set(records[cell]["gathers"]) == {expected}
 
 
@@ -107,7 +121,7 @@ def test_each_accumulation_window_steps_the_optimizer(ranks):
 def test_the_policy_ratio_is_no_further_from_one_than_unpatched(ranks):
     for records in ranks:
         limit = records["unpatched"]["metrics"][0]["first_ratio_error"]
-        for cell in ("W=2", "W=3", "W=4", "W=4 frac 0.6", "endpoints"):
+        for cell in ("W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential", "endpoints"):
             assert records[cell]["metrics"][0]["first_ratio_error"] <= limit
 
 

@@ -26,7 +26,11 @@ def link_parameter(model):
 
 
 def waiting_bytes(model):
-    """Bytes of the whole gradients, and of the gathered weights, that wait in a joint backward for its second graph."""
+    """Bytes of the whole gradients, and of the gathered weights, that wait in a joint backward for its second graph.
+
+    On every engine autograd adds up a parameter's gradients from both graphs before the engine gets to see them. Weights wait
+    under FSDP1 alone, which frees a block's when its gradient has come; FSDP2 and ZeRO-3 do so after each pass through the block.
+    """
     gradients = weights = 0
     for unit in FSDP.fsdp_modules(model):
         handle = unit._handle
@@ -38,7 +42,6 @@ def waiting_bytes(model):
     if gradients or weights:
         return gradients, weights
     for parameter in model.parameters():
-        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()  # of a DTensor: the whole
-        gradients += size * parameter.requires_grad
-        weights += size * hasattr(parameter, "placements")
+        n_elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties it; a DTensor counts as a whole
+        gradients += n_elements * parameter.element_size() * parameter.requires_grad
     return gradients, weights

@@ -47,13 +47,13 @@ def graph_bytes(model):
 
 
 def joint_excess(model, graph):
-    """What the joint schedule takes on top of the sequential one, whose peak is the unpatched trainer's.
+    """At most what the joint schedule takes on top of the sequential one, whose peak is the unpatched trainer's.
 
     Args:
         model: as its engine wraps it.
         graph: bytes of one step's graph; the joint schedule holds two.
 
-    A parameter's gradient from the last endpoint waits, whole, for the first's; so do weights that are gathered for a backward.
+    The second graph shrinks while what waits grows, so that equal blocks need the larger of the two. The sum is safe for all.
     """
     gradients, weights = waiting_bytes(model)
     return graph + gradients + weights

@@ -227,6 +227,15 @@ def test_banner_only_on_rank_zero(load, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+def test_an_optimizer_of_another_model_does_not_use_up_the_report(load, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    rollout = "    rewards, latents, log_probs, sigmas = sample_reference_model("
+    module = load(rollout, "    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()\n" + rollout)
+    install(vars(module), config=JaggConfig())
+    run(module)
+    assert capsys.readouterr().out.count("first optimizer step after 20 backward passes") == 1
+
+
 def test_a_reference_forward_without_gradients_passes_through(load):
     call = "            ratio = torch.exp("
     reference = "            with torch.no_grad():\n                grpo_one_step(args, latents[i : i + 1, step], "
@@ -292,6 +301,19 @@ def test_a_loss_on_the_model_output_itself_is_stopped(load):
     module = load(*returned, "            ratio = ", "            new_log_probs, velocity = new_log_probs\n            ratio = ")
     install(vars(module), config=JaggConfig(frac=1))
     stops(module, "visited step 1 .* returned a tensor without a graph, of shape .1, 2.")
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(("step", "stopped_at"), [(0, 1), (1, 1), (2, 2), (3, None), (14, None)])
+def test_gradients_that_sync_within_a_group_are_stopped(load, schedule, step, stopped_at):
+    """DDP prepares its reduction in a forward that records: the syncing step must be a group's last, or outside groups."""
+    call = "            new_log_probs = grpo_one_step("
+    module = load(call, f"            model.require_backward_grad_sync = j == {step}\n" + call)
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule))  # 15 steps: 4 + 4 + 4 + 3
+    if stopped_at is None:
+        run(module)
+    else:
+        stops(module, f"visited step {stopped_at} .* synced between the ranks changed inside a group")
 
 
 def test_an_exact_step_after_an_unclosed_group_is_stopped(load):

@@ -47,12 +47,12 @@ CELLS = {
     "off": ({}, dict(enabled=False)),
     "frac 0": ({}, dict(frac=0)),
     "sorted": ({}, "sorted"),
-    "W=2": ({}, dict(group_size=2, frac=1)),
-    "W=3": ({}, dict(group_size=3, frac=1)),  # 9 steps: 3 + 3 + 3
-    "W=4": ({}, dict(frac=1)),  # 9 steps: 5 + 4
-    "default": ({}, {}),  # 9 steps: 5, then 4 exact
+    "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),
+    "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
+    "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
     "fraction": (dict(timestep_fraction=0.6), None),
-    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1)),  # 5 of 9 steps
+    "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint")),  # 5 of 9 steps
 }
 ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default": "unpatched", "fraction W=4": "fraction"}
 

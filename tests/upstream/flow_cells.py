@@ -60,30 +60,31 @@ CELLS = {
     "unpatched": ({}, None),
     "off": ({}, dict(enabled=False)),
     "frac 0": ({}, dict(frac=0)),
-    "W=2": ({}, dict(group_size=2, frac=1)),
-    "W=3": ({}, dict(group_size=3, frac=1)),  # 9 steps: 3 + 3 + 3
-    "W=4": ({}, dict(frac=1)),  # 9 steps: 5 + 4
-    "default": ({}, {}),  # 9 steps: 5, then 4 exact
+    "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),
+    "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
+    "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
+    "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
     "no KL unpatched": ({"train.beta": 0.0}, None),
-    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1)),
-    "no KL W=4": ({"train.beta": 0.0}, dict(frac=1)),
+    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
+    "no KL W=4": ({"train.beta": 0.0}, dict(frac=1, schedule="joint")),
     "inner unpatched": ({"train.num_inner_epochs": 2}, None),
-    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1)),
-    "inner W=4": ({"train.num_inner_epochs": 2}, dict(frac=1)),
+    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1, schedule="joint")),
+    "inner W=4": ({"train.num_inner_epochs": 2}, dict(frac=1, schedule="joint")),
 }
 WINDOW_CELLS = {
     "unpatched": ({}, None),
     "off": ({}, dict(enabled=False)),
     "frac 0": ({}, dict(frac=0)),
-    "W=2": ({}, dict(group_size=2, frac=1)),  # 2, then 1 exact
-    "default": ({}, {}),  # 3
+    "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),  # 2, then 1 exact
+    "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),
+    "default": ({}, {}),  # 3, sequential
     "no KL unpatched": ({"train.beta": 0.0}, None),
-    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1)),
+    "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
     "no KL default": ({"train.beta": 0.0}, {}),
     "inner unpatched": ({"train.num_inner_epochs": 2}, None),
-    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1)),
+    "inner W=2": ({"train.num_inner_epochs": 2}, dict(group_size=2, frac=1, schedule="joint")),
     "window 4 unpatched": ({"sample.sde_window_size": 4}, None),
-    "window 4 W=2": ({"sample.sde_window_size": 4}, dict(group_size=2, frac=1)),  # 2 + 2
+    "window 4 W=2": ({"sample.sde_window_size": 4}, dict(group_size=2, frac=1, schedule="joint")),  # 2 + 2
     "window 4 default": ({"sample.sde_window_size": 4}, {}),
     "window 2 unpatched": ({"sample.sde_window_size": 2}, None),
     "window 2 default": ({"sample.sde_window_size": 2}, {}),
@@ -220,7 +221,7 @@ def main(checkout, name, out):
             except JaggError as error:
                 messages[what] = str(error)
 
-        for engine in ("DEEPSPEED", "FSDP"):
+        for engine in ("MEGATRON_LM", "XLA"):
             trainer.Accelerator = running(accelerator, engine)
             refused(engine)
         trainer.Accelerator = accelerator

@@ -96,7 +96,7 @@ def measure(trainer, base, prompts, setting):
         "train.beta": 0.04 if has_kl else 0.0,
     }
     config.update_from_flattened_dict(flow_cells.CONFIG | sd3_fast.CONFIG | own)
-    on, off = JaggConfig(group_size=window, frac=1), JaggConfig(enabled=False)
+    on, off = JaggConfig(group_size=window, frac=1, schedule="joint"), JaggConfig(enabled=False)
     pairs = []
     for number in range(N_PAIRS + 1):
         order = (off, on) if number % 2 else (on, off)

@@ -51,9 +51,9 @@ UNPATCHED = {
     "bf16": (BF16, torch.float32),
 }
 PATCHED = {
-    "all W=2": dict(group_size=2, frac=1),
-    "all W=3": dict(group_size=3, frac=1),  # 3 + 3 + 3
-    "all W=4": dict(frac=1),  # 5 + 4
+    "all W=2": dict(group_size=2, frac=1, schedule="joint"),
+    "all W=3": dict(group_size=3, frac=1, schedule="joint"),  # 3 + 3 + 3
+    "all W=4": dict(frac=1, schedule="joint"),  # 5 + 4
     "all default": {},  # 5, then 4 exact
     "twice W=2": dict(group_size=2, frac=1),  # 2 + 2 + 1
     "twice W=4": dict(frac=1),

@@ -19,17 +19,18 @@ N_BLOCKS = 2  # FSDP units under the root
 PASSES = {
     "unpatched": (3, 3),
     "W=2": (3, 2),
-    "default": (2, 1),
+    "W=3": (2, 1),
+    "default": (2, 2),
     "window 4 unpatched": (4, 4),
     "window 4 W=2": (4, 2),
-    "window 4 default": (2, 1),
+    "window 4 default": (2, 2),
     "window 2 unpatched": (2, 2),
-    "window 2 default": (2, 1),
+    "window 2 default": (2, 2),
     "window 0 unpatched": (9, 9),
     "window 0 W=2": (9, 5),
     "window 0 W=3": (6, 3),
     "window 0 W=4": (4, 2),
-    "window 0 default": (6, 5),
+    "window 0 default": (6, 6),
 }
 
 

@@ -21,14 +21,14 @@ FULL = {"use_lora": False}
 BF16 = {"mixed_precision": "bf16"}
 WINDOW_0 = {"sample.sde_window_size": 0}
 CELLS = {  # beside those of flow_cells.py
-    "window 0 W=2": (WINDOW_0, dict(group_size=2, frac=1)),  # 2 + 2 + 2 + 2, then 1 exact
-    "window 0 W=3": (WINDOW_0, dict(group_size=3, frac=1)),  # 3 + 3 + 3
-    "window 0 W=4": (WINDOW_0, dict(frac=1)),  # 5 + 4
+    "window 0 W=2": (WINDOW_0, dict(group_size=2, frac=1, schedule="joint")),  # 2 + 2 + 2 + 2, then 1 exact
+    "window 0 W=3": (WINDOW_0, dict(group_size=3, frac=1, schedule="joint")),  # 3 + 3 + 3
+    "window 0 W=4": (WINDOW_0, dict(frac=1, schedule="joint")),  # 5 + 4
     "full unpatched": (FULL, None),
-    "full W=2": (FULL, dict(group_size=2, frac=1)),
+    "full W=2": (FULL, dict(group_size=2, frac=1, schedule="joint")),
     "full default": (FULL, {}),
     "bf16 unpatched": (BF16, None),
-    "bf16 W=2": (BF16, dict(group_size=2, frac=1)),
+    "bf16 W=2": (BF16, dict(group_size=2, frac=1, schedule="joint")),
     "bf16 default": (BF16, {}),
 }
 

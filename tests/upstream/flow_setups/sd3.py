@@ -12,14 +12,14 @@ FP16 = {"mixed_precision": "fp16"}
 BF16 = {"mixed_precision": "bf16"}
 CELLS = {  # beside those of flow_cells.py
     "full unpatched": (FULL, None),
-    "full W=2": (FULL, dict(group_size=2, frac=1)),
-    "full W=4": (FULL, dict(frac=1)),
+    "full W=2": (FULL, dict(group_size=2, frac=1, schedule="joint")),
+    "full W=4": (FULL, dict(frac=1, schedule="joint")),
     "bf16 unpatched": (BF16, None),
-    "bf16 W=2": (BF16, dict(group_size=2, frac=1)),
-    "bf16 W=4": (BF16, dict(frac=1)),
+    "bf16 W=2": (BF16, dict(group_size=2, frac=1, schedule="joint")),
+    "bf16 W=4": (BF16, dict(frac=1, schedule="joint")),
     "fp16 unpatched": (FP16, None),
-    "fp16 W=2": (FP16, dict(group_size=2, frac=1)),
-    "fp16 W=4": (FP16, dict(frac=1)),
+    "fp16 W=2": (FP16, dict(group_size=2, frac=1, schedule="joint")),
+    "fp16 W=4": (FP16, dict(frac=1, schedule="joint")),
 }
 
 TINY_SD3 = dict(

@@ -1,0 +1,103 @@
+"""When `schedule=auto` decides, and what it goes by."""
+
+import pytest
+import torch
+
+from jagg_patch import memory, schedule
+from jagg_patch.engines import link_parameter, syncs_gradients, waiting_bytes
+from jagg_patch.memory import free_bytes, graph_bytes, joint_excess
+from jagg_patch.schedule import Schedule
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize(("spare", "name"), [(-1, "sequential"), (0, "joint"), (1, "joint")])
+def test_auto_decides_once_after_two_updates_with_groups(model, monkeypatch, spare, name):
+    said = []
+    auto = Schedule("auto", said.append)
+    with auto.measuring(model):
+        model(torch.ones(3, 8))
+    # what Tanh saves of its own and the second Linear's input are one tensor; the first Linear's input is another
+    needed = 4 * (3 * 16 + 3 * 8) + 4 * sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(schedule, "free_bytes", lambda: needed + spare)
+    for n_groups in (0, 1, 1, 1, 1):  # an update before there are groups, and an optimizer that steps four times in one
+        auto.before_optimizer_step(n_groups)
+        auto.before_group(model)
+        assert (auto.name, auto.is_joint, said) == ("auto", False, [])
+    auto.before_optimizer_step(3)
+    auto.before_group(model)
+    assert auto.name == name and auto.is_joint == (name == "joint")
+    assert said == [
+        f"JAGG: schedule {name} from here on: joint needs {needed / 1e9:.3g} GB more than unpatched, "
+        f"{(needed + spare) / 1e9:.3g} GB are free on the fullest rank (0)"
+    ]
+    monkeypatch.setattr(schedule, "free_bytes", lambda: needed - spare - 1)
+    auto.before_group(model)
+    assert auto.name == name and len(said) == 1
+
+
+@pytest.mark.parametrize("name", ["joint", "sequential"])
+def test_a_chosen_schedule_stays_and_measures_nothing(model, monkeypatch, name):
+    monkeypatch.setattr(schedule, "free_bytes", None)
+    monkeypatch.setattr(schedule, "graph_bytes", None)
+    chosen = Schedule(name)
+    for n_groups in range(1, 5):
+        with chosen.measuring(model):
+            pass
+        chosen.before_optimizer_step(n_groups)
+        chosen.before_group(model)
+        assert chosen.name == name
+
+
+def test_the_largest_graph_counts(model, monkeypatch):
+    monkeypatch.setattr(schedule, "free_bytes", lambda: 0)
+    needed = []
+    monkeypatch.setattr(schedule, "joint_excess", lambda model, graph: needed.append(graph) or 1)
+    auto = Schedule("auto")
+    for size in (1, 5, 2):
+        with auto.measuring(model):
+            model(torch.ones(size, 8))
+        auto.before_optimizer_step(size)
+    auto.before_optimizer_step(9)
+    auto.before_group(model)
+    assert needed == [4 * 5 * (8 + 16)]
+
+
+def test_a_graph_holds_each_tensor_once_and_no_weights(model):
+    with graph_bytes(model) as found:
+        model(torch.ones(2, 8))
+    assert found == [4 * 2 * (8 + 16)]
+    with torch.no_grad(), graph_bytes(model) as found:
+        model(torch.ones(2, 8))
+    assert found == [0]
+
+
+def test_gradients_of_what_is_trained_wait(model):
+    model[0].requires_grad_(False)
+    trained = 4 * (16 * 4 + 4)
+    assert waiting_bytes(model) == (trained, 0)
+    assert joint_excess(model, 100) == 100 + trained
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = free_bytes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert alone > 0 and 0.5 < 8 * free_bytes() / alone < 2
+
+
+def test_on_a_gpu_the_peak_so_far_is_taken_off_what_there_is(monkeypatch):
+    """No GPU here: 80 GB of which others use 4; 60 GB reserved by torch, which had at most 50 GB in use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (16e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 60e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 50e9)
+    assert free_bytes() == 76e9 - 50e9 - memory.RESERVE * 80e9
+
+
+def test_engines_without_needs_of_their_own(model):
+    assert link_parameter(model) is None and syncs_gradients(model) is True

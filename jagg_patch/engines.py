@@ -1,5 +1,7 @@
 """What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Read off the model that is called."""
 
+from functools import partial
+
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -23,6 +25,18 @@ def link_parameter(model):
     if stage is None or stage() != 2:
         return None
     return min((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+
+
+def hold_micro_step(model):
+    """Returns a function that puts DeepSpeed's count of micro-steps back to what it is now; for other engines it does nothing.
+
+    ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in the micro-step that they count as a window's first.
+    If that is one whose backward reaches the weights of no graph, those of the window before are left, and added to.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if not hasattr(optimizer, "micro_step_id"):
+        return lambda: None
+    return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
 
 def waiting_bytes(model):

@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from .engines import link_parameter, syncs_gradients
+from .engines import hold_micro_step, link_parameter, syncs_gradients
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .plan import Role, alphas, plan_groups, step_roles
@@ -79,6 +79,7 @@ class _Group:
         self.is_joint = is_joint
         self.syncs = syncs_gradients(model)
         self.link = link_parameter(model)
+        self.resume_micro_step = None
         self.first = None
         self.proxies = []
         self.timesteps = []
@@ -367,6 +368,7 @@ class Session:
             if self._role is Role.FIRST:
                 self._look_for_reentrant_checkpointing(model_output)
                 group.first = model_output.clone()  # the trainer may change its own in place
+                group.resume_micro_step = hold_micro_step(group.model)
             proxy = model_output.detach().requires_grad_()
             group.proxies.append(proxy)
             if group.ends_first:
@@ -381,6 +383,7 @@ class Session:
             self._refuse_second_backward(group, group.first_folded)
             group.require_backward(group.proxies[:-1])
             group.first_folded, group.first = True, None
+            group.resume_micro_step()
             base, _ = group.weights
             folded = weighted_sum([proxy.grad for proxy in group.proxies[:-1]] + [grad], base[:-1])
         self._once_through(partial(setattr, group, "first_done", True))
@@ -392,6 +395,8 @@ class Session:
             self._refuse_second_backward(group, group.folded)
             group.require_backward(group.proxies)
             group.folded = True
+            if group.is_joint:
+                group.resume_micro_step()
             grads = [proxy.grad for proxy in group.proxies] + [last_grad]
             folded = [weighted_sum(grads, weights) for weights in (group.weights if group.is_joint else group.weights[1:])]
         self._once_through(partial(self._close, group))

@@ -28,10 +28,10 @@ def link_parameter(model):
 
 
 def hold_micro_step(model):
-    """Returns a function that puts DeepSpeed's count of micro-steps back to what it is now; for other engines it does nothing.
+    """A function that puts DeepSpeed's count of micro-steps back to what it is now; for other engines it does nothing.
 
-    ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in the micro-step that they count as a window's first.
-    If that is one whose backward reaches the weights of no graph, those of the window before are left, and added to.
+    ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in what they count as a window's first micro-step. If
+    its backward reaches no graph, as those of a group's first steps, the gradients of the window before stay, and are added to.
     """
     optimizer = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "micro_step_id"):

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Print the path of a Python that has the named extras of setup.cfg; make .venv and install them where needed.
-# usage: tests/venv.sh EXTRA...        PYTHON names the interpreter to start from (default python3)
+# Print the path of a Python that has the named extras of setup.cfg; make the environment and install them where needed.
+# usage: tests/venv.sh EXTRA...        PYTHON names the interpreter (default python3), TESTS_VENV the folder (default .venv)
 set -euo pipefail
 export LC_ALL=C # one sort order for comm
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-venv=$top/.venv
+venv=$top/${TESTS_VENV:-.venv}
 python=${PYTHON:-python3}
 
 command -v "$python" >/dev/null || { echo "venv.sh: $python not found; install Python 3.10 or later, or set PYTHON" >&2; exit 1; }

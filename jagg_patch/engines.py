@@ -30,8 +30,8 @@ def link_parameter(model):
 def hold_micro_step(model):
     """A function that puts DeepSpeed's count of micro-steps back to what it is now; for other engines it does nothing.
 
-    ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in what they count as a window's first micro-step. If
-    its backward reaches no graph, as those of a group's first steps, the gradients of the window before stay, and are added to.
+    ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in what they count as a window's first micro-step.
+    If its backward reaches no graph, as those of a group's first steps, the window before's gradients stay, and are added to.
     """
     optimizer = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "micro_step_id"):

@@ -32,7 +32,7 @@ def banner(trainer, config, args):
         )
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only half of their communication")
-        lines.append(f"  memory: {MEMORY[config.schedule]} (README, Memory)")
+        lines.append(f"  memory: {MEMORY[config.schedule]} (README, Schedule and memory)")
     return "\n".join(lines)
 
 

@@ -33,16 +33,16 @@ def graph_bytes(model):
         yield found
         found[0] = torch.cuda.memory_allocated() - before
         return
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept = {}
+    weights, kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
 
     def pack(tensor):
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
+        return tensor.detach()  # itself, it would be kept alive by the node that made it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-    # Sized now: blocks that FSDP has resharded since are empty.
+    # Sized now: what FSDP has resharded since is empty, what it hasn't are the parameters.
+    weights |= {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     found[0] = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
 
 

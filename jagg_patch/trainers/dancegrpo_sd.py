@@ -5,6 +5,7 @@ stands for the UNet's own output, before guidance.
 """
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
 
@@ -101,7 +102,7 @@ class StableDiffusionTrainer:
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
-        rollout = _Rollout()
+        rollout, undo = _Rollout(), ExitStack()
         flags, lines = namespace["FLAGS"], call_lines(namespace["main"], self.permutation, "randperm")
         pipeline_with_logprob = namespace["pipeline_with_logprob"]
 
@@ -122,10 +123,14 @@ class StableDiffusionTrainer:
             if len(models) > 1:
                 raise changed(namespace, f"Accelerator.prepare() is given {len(models)} models, not the UNet alone")
             for model in models:
+                if "forward" in vars(model):  # accelerate's, for mixed precision
+                    undo.callback(setattr, model, "forward", model.forward)
+                else:
+                    undo.callback(delattr, model, "forward")
                 model.forward = MethodType(self._forward(model.forward, session, rollout, flags), model)
 
         return {
-            "main": wrap.whole_main(namespace["main"], session),
+            "main": wrap.whole_main(namespace["main"], session, undo=undo),
             "pipeline_with_logprob": wrapped_pipeline_with_logprob,
             "Accelerator": wrap.accelerator(namespace["Accelerator"], after_init, after_prepare),
             "torch": wrap.torch_with_order(namespace["torch"], lines, functools.partial(rollout.order, session)),

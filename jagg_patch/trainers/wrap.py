@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from contextlib import nullcontext
 
 from ..errors import JaggError
 from ..intercept import ForwardingModule, called_from
@@ -45,12 +46,12 @@ def torch_with_order(torch, lines, order):
     return ForwardingModule(torch, randperm=wrapped_randperm)
 
 
-def whole_main(main, session, plan=lambda: None):
-    """`main` as one long training step, planned at once."""
+def whole_main(main, session, plan=lambda: None, undo=nullcontext()):
+    """`main` as one long training step, planned at once; `undo` is left when it ends."""
 
     @functools.wraps(main)
     def wrapped_main(*args, **kwargs):
-        with session.training_step():
+        with undo, session.training_step():
             plan()
             return main(*args, **kwargs)
 

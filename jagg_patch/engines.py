@@ -59,3 +59,9 @@ def waiting_bytes(model):
         n_elements = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties it; a DTensor counts as a whole
         gradients += n_elements * parameter.element_size() * parameter.requires_grad
     return gradients, weights
+
+
+def gathered_weights(model):
+    """The storages into which FSDP1 gathers weights, some of which stay full between a forward and its backward."""
+    padded = [getattr(unit._handle.flat_param, "_full_param_padded", None) for unit in FSDP.fsdp_modules(model) if unit._handle]
+    return [weights.untyped_storage() for weights in padded if weights is not None]

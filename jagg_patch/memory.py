@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .engines import waiting_bytes
+from .engines import gathered_weights, waiting_bytes
 
 RESERVE = 0.05  # of the device, for fragmentation and for what the measured steps didn't see
 
@@ -29,11 +29,11 @@ def graph_bytes(model):
     """Yields a one-entry list: once it is over, the bytes that a forward of `model` inside keeps for its backward."""
     found = [0]
     if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
+        before = _bytes_beside_weights(model)
         yield found
-        found[0] = torch.cuda.memory_allocated() - before
+        found[0] = _bytes_beside_weights(model) - before
         return
-    weights, kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
+    kept = {}
 
     def pack(tensor):
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
@@ -41,9 +41,13 @@ def graph_bytes(model):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-    # Sized now: what FSDP has resharded since is empty, what it hasn't are the parameters.
-    weights |= {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    found[0] = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+    for weights in [*(parameter.untyped_storage() for parameter in model.parameters()), *gathered_weights(model)]:
+        kept.pop(weights._cdata, None)
+    found[0] = sum(storage.nbytes() for storage in kept.values())  # now: what has been resharded since is empty
+
+
+def _bytes_beside_weights(model):
+    return torch.cuda.memory_allocated() - sum(weights.nbytes() for weights in gathered_weights(model))
 
 
 def joint_excess(model, graph):

@@ -1,0 +1,110 @@
+"""Runs under torchrun: peak memory of one training step of the loop, unpatched and in both schedules, engine by engine.
+
+usage: torchrun ... memory_cells.py OUT; writes OUT/rank{N}.pt and prints a table. On CUDA, where there is one, else on the CPU.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+import engines
+import matrix_cells
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from live import Allocated, Saved
+from matrix import ENGINES, Cell, Engine
+
+import jagg_patch.schedule
+from jagg_patch import JaggConfig, install
+
+loop = matrix_cells.loop
+# Blocks of one shape. A block's weights and what its forward keeps are of one size, and the model output is next to nothing.
+matrix_cells.TINY_FLUX |= dict(
+    num_layers=0, num_single_layers=12, attention_head_dim=32, num_attention_heads=4, axes_dims_rope=(8, 12, 12)
+)
+loop.PROMPT_LENGTH = 92
+# Two samples, so that the second one's group finds gradients there; one group of three each.
+ARGS = argparse.Namespace(n_samples=2, sampling_steps=4, timestep_fraction=1.0, eta=0.7, shift=3.0, clip_range=0.2, autocast=None)
+
+
+class Unwrapped(engines.Replicated):
+    def wrap(self, model, blocks, checkpoint, cell):
+        checkpoint(model)
+        self.transformer = model
+
+
+ENGINES["no engine"] = Engine(Unwrapped)
+MEASURED = ["no engine", "DDP", "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD"]
+if hasattr(torch.distributed.fsdp, "fully_shard"):
+    MEASURED.append("FSDP2")  # torch 2.5 has it elsewhere, and not for a CPU
+CELLS = {"": Cell(), "checkpointing": Cell(checkpointing=True)}
+SCHEDULES = {"exact": None, "joint": dict(schedule="joint"), "sequential": dict(schedule="sequential")}
+
+
+def train(engine, settings):
+    torch.manual_seed(dist.get_rank())
+    engine.optimizer.zero_grad()
+    handle = None if settings is None else install(vars(loop), config=JaggConfig(group_size=3, frac=1, **settings))
+    try:
+        loop.train_one_step(ARGS, engine)
+    finally:
+        if handle:
+            handle.uninstall()
+
+
+def predicted_excess(engine):
+    """What `auto` goes by when it decides, in the second training step with one measured update instead of two."""
+    found, joint_excess = [], jagg_patch.schedule.joint_excess
+
+    def recorded_joint_excess(*args):
+        found.append(joint_excess(*args))
+        return found[0]
+
+    jagg_patch.schedule.joint_excess, jagg_patch.schedule.MEASURED_UPDATES = recorded_joint_excess, 1
+    handle = install(vars(loop), config=JaggConfig(group_size=3, frac=1, schedule="auto"))
+    try:
+        for _ in range(2):
+            engine.optimizer.zero_grad()
+            loop.train_one_step(ARGS, engine)
+    finally:
+        handle.uninstall()
+        jagg_patch.schedule.joint_excess = joint_excess
+    return found[0]
+
+
+def measure(name, cell):
+    """Bytes: all weights, the prediction, and the peak of each measure and schedule, after what engines do once only."""
+    engine = matrix_cells.build(name, cell, 1)
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    record = {"weights": engine.trained_weights().nbytes, "predicted": predicted_excess(engine), "saved": {}, "allocated": {}}
+    for schedule, settings in SCHEDULES.items():
+        saved, allocated = Saved(), Allocated()
+        with allocated.watching(), saved.watching():
+            train(engine, settings)
+        record["saved"][schedule], record["allocated"][schedule] = saved.peak, allocated.peak
+    return record
+
+
+def main(out):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    records = {(name, label): measure(name, cell) for name in MEASURED for label, cell in CELLS.items()}
+    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
+    if dist.get_rank() == 0:
+        print("| engine | exact | joint | sequential | joint's excess | predicted |\n|---|---|---|---|---|---|")
+        for name, record in records.items():
+            peaks = record["allocated"]
+            numbers = [*peaks.values(), peaks["joint"] - peaks["exact"], record["predicted"]]
+            print(f"| {', '.join(filter(None, name))} | {' | '.join(f'{number / 1e6:.1f}' for number in numbers)} |")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

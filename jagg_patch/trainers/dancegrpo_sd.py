@@ -118,7 +118,7 @@ class StableDiffusionTrainer:
         def after_init(accelerator):
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
-        def after_prepare(prepared):
+        def after_prepare(made, prepared):
             models = [item for item in prepared if isinstance(item, torch.nn.Module)]
             if len(models) > 1:
                 raise changed(namespace, f"Accelerator.prepare() is given {len(models)} models, not the UNet alone")

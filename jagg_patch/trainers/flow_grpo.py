@@ -80,7 +80,7 @@ class FlowGrpoTrainer:
             timesteps, j = arguments["sample"]["timesteps"], arguments["j"]
             return Step(j, timesteps[:, j], arguments["transformer"], lambda indices: timesteps[:, indices[0]])
 
-        def after_init(accelerator):
+        def require_fit(accelerator, prepared=()):  # where DeepSpeed may still change how many steps it accumulates
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
         wrapped = {
@@ -89,7 +89,7 @@ class FlowGrpoTrainer:
             "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session),
         }
         if self.is_accelerate:
-            wrapped["Accelerator"] = wrap.accelerator(namespace["Accelerator"], after_init)
+            wrapped["Accelerator"] = wrap.accelerator(namespace["Accelerator"], require_fit, require_fit)
         return wrapped
 
 

@@ -58,8 +58,8 @@ def whole_main(main, session, plan=lambda: None, undo=nullcontext()):
     return wrapped_main
 
 
-def accelerator(cls, after_init, after_prepare=lambda prepared: None):
-    """A subclass of accelerate's `Accelerator` that reports when it is made, and what `prepare` returned."""
+def accelerator(cls, after_init, after_prepare=lambda made, prepared: None):
+    """A subclass of accelerate's `Accelerator` that reports when it is made, and with what `prepare` returned."""
 
     def __init__(self, *args, **kwargs):
         super(subclass, self).__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ def accelerator(cls, after_init, after_prepare=lambda prepared: None):
 
     def prepare(self, *args, **kwargs):
         prepared = super(subclass, self).prepare(*args, **kwargs)
-        after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
+        after_prepare(self, prepared if isinstance(prepared, tuple) else (prepared,))
         return prepared
 
     subclass = type(cls.__name__, (cls,), {"__init__": __init__, "prepare": prepare, "__doc__": cls.__doc__})

@@ -113,7 +113,8 @@ def running(accelerator, engine):
     return type("Accelerator", (accelerator,), {"__init__": __init__})
 
 
-def main(checkout, name, out):
+def prepare(name, out):
+    """The trainer with its stand-ins, its setup, and `configure(changes)`, which makes a cell's configuration."""
     torch.set_num_threads(1)
     setup = importlib.import_module(f"flow_setups.{name.removeprefix('train_')}")
     standins.install()
@@ -122,14 +123,13 @@ def main(checkout, name, out):
     trainer.Accelerator = standins.with_scaler(trainer.Accelerator)
     trainer.encode_prompt = setup.encode_prompt
     trainer.get_peft_model = standins.with_trained_adapter(trainer.get_peft_model)
-    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         getattr(setup, "write_prompts", standins.write_prompts)(out / "prompts")
     base = importlib.import_module("config.base")
 
     def configure(changes):
         config = base.get_config()
-        n_prompts = n_ranks * N_BATCHES  # two samples of each
+        n_prompts = int(os.environ["WORLD_SIZE"]) * N_BATCHES  # two samples of each
         own = {
             "dataset": str(out / "prompts"),
             "logdir": str(out / "logs"),
@@ -140,6 +140,12 @@ def main(checkout, name, out):
         config.update_from_flattened_dict(CONFIG | own | setup.CONFIG | changes)
         return config
 
+    return trainer, setup, configure
+
+
+def main(checkout, name, out):
+    trainer, setup, configure = prepare(name, out)
+    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logged = []
     reduce = accelerate.Accelerator.reduce
 

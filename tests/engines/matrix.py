@@ -1,0 +1,114 @@
+"""Which engines, cells and runs there are, as data, and the launch of one engine; for the launched processes and the tests."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import engines
+import torch
+from launch import ROOT, torchrun
+
+HERE = Path(__file__).parent
+N_RANKS, N_SAMPLES, N_VISITED, N_BLOCKS = 2, 2, 6, 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`accumulates`: only the last micro-step of a window syncs, which some engines always do, and have no cell of it.
+
+    `windows`: how many of them, each with its own data and optimizer step; what is compared and counted is the last.
+    """
+
+    checkpointing: bool = False
+    lora: bool = False
+    autocast: torch.dtype | None = None  # float16 with the engine's gradient scaler
+    accumulates: bool = False
+    windows: int = 1
+    frac: float = 5 / 6
+
+
+CELLS = {
+    "full": Cell(),
+    "full, checkpointing": Cell(checkpointing=True),
+    "LoRA": Cell(lora=True),
+    "LoRA, checkpointing": Cell(lora=True, checkpointing=True),
+    "second window": Cell(windows=2),
+}
+MORE_CELLS = {
+    "fp16": Cell(autocast=torch.float16),
+    "bf16": Cell(autocast=torch.bfloat16, checkpointing=True),
+    "accumulation": Cell(accumulates=True, frac=1.0),  # the micro-step that syncs closes a group
+}
+
+# Positions of the visited steps under W=3, written out.
+GROUPS = {5 / 6: ((0, 1, 2), (3, 4), (5,)), 1.0: ((0, 1, 2), (3, 4, 5))}
+
+# The runs of a cell beside "unpatched" and "reference", the two exact backwards a group.
+PATCHED = {
+    "joint": dict(schedule="joint", group_size=3),
+    "sequential": dict(schedule="sequential", group_size=3),
+    "joint, groups of two": dict(schedule="joint", group_size=2, frac=1),
+    "sequential, groups of two": dict(schedule="sequential", group_size=2, frac=1),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`calls`: collectives of one exact backward: a gather a block, a reduction a block and one of the root's own weights.
+
+    `one_bucket`: a reduction of all weights at once. `accumulates`: in every cell.
+    """
+
+    engine: type
+    more_cells: tuple = ()
+    calls: tuple = ()
+    one_bucket: bool = False
+    accumulates: bool = False
+    fails_with: str = ""  # the unpatched engine, somewhere
+
+    @property
+    def cells(self):
+        return CELLS | {name: MORE_CELLS[name] for name in self.more_cells}
+
+    def calls_of(self, kind, cell):
+        if kind not in self.calls or self.one_bucket:
+            return int(kind in self.calls)
+        return N_BLOCKS + (kind != "allgather" and not cell.lora)
+
+
+ENGINES = {
+    "FSDP1 FULL_SHARD": Engine(engines.FSDP1, ("fp16", "bf16", "accumulation"), ("allgather", "reducescatter")),
+    "FSDP1 SHARD_GRAD_OP": Engine(engines.ShardGradOp, ("accumulation",), ("reducescatter",)),
+    "FSDP1 NO_SHARD": Engine(engines.NoShard, ("accumulation",), ("allreduce",)),
+    "FSDP1 HYBRID_SHARD": Engine(engines.HybridShard, ("accumulation",), ("allgather", "reducescatter", "allreduce")),
+    "FSDP2": Engine(
+        engines.FSDP2,
+        ("bf16", "accumulation"),
+        ("allgather", "reducescatter"),
+        fails_with="FSDP requires CUDA for streams",  # torch 2.5
+    ),
+    "DDP": Engine(engines.Replicated, ("fp16", "bf16", "accumulation"), ("allreduce",), one_bucket=True),
+    "accelerate": Engine(engines.Accelerated, ("bf16",), ("allreduce",), one_bucket=True, accumulates=True),
+    "ZeRO-0": Engine(engines.Zero0, (), ("allreduce",), one_bucket=True, accumulates=True),
+    "ZeRO-1": Engine(engines.Zero1, (), ("allreduce",), one_bucket=True, accumulates=True),
+    "ZeRO-2": Engine(engines.Zero2),
+    "ZeRO-3": Engine(engines.Zero3, (), ("reducescatter",), one_bucket=True),
+}
+
+
+def launch(engine, out):
+    """Run all cells of `engine`; returns `{cell: {run: record}}` of each rank."""
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}
+    torchrun(N_RANKS, HERE / "matrix_cells.py", engine, out, cwd=out, env=path, timeout=600)
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
+
+
+def by_group(record, cell):
+    """What the backwards of each group's steps came to, a Counter each."""
+    starts = range(0, N_SAMPLES * N_VISITED, N_VISITED)
+    groups = [[start + position for position in group] for start in starts for group in GROUPS[cell.frac]]
+    return [sum((Counter(record["backwards"][micro_step]) for micro_step in group), Counter()) for group in groups]
+
+
+def relative_error(run, expected):
+    return float((run["update"] - expected["update"]).norm() / expected["update"].norm())

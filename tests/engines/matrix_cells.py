@@ -1,0 +1,176 @@
+"""Runs under torchrun: the loop's training step on one engine, in one cell of settings after another, from the same weights.
+
+usage: torchrun ... matrix_cells.py ENGINE OUT; writes OUT/rank{N}.pt, `{cell: {run: record}}`. The cells are in matrix.py.
+"""
+
+import argparse
+import logging
+import sys
+import traceback
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from engines import LEARNING_RATE
+from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PATCHED
+from observe import Loop, model_output, recorded_steps
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jagg_patch import JaggConfig, install
+
+sys.path.insert(0, str(Path(__file__).parent / "loop"))
+import train_grpo_flux as loop  # noqa: E402
+
+BLOCKS = (FluxTransformerBlock, FluxSingleTransformerBlock)
+ARGS = dict(n_samples=N_SAMPLES, sampling_steps=9, timestep_fraction=0.75, eta=0.7, shift=3.0, clip_range=0.2)
+TINY_FLUX = dict(
+    patch_size=1,
+    in_channels=loop.CHANNELS,
+    num_layers=1,
+    num_single_layers=1,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=loop.WIDTH,
+    pooled_projection_dim=loop.WIDTH,
+    guidance_embeds=False,
+    axes_dims_rope=(4, 6, 6),
+)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts c10d's calls by kind. torch's CommDebugMode counts the same, but fails when checkpointing recomputes a block."""
+
+    kinds = ("allgather", "reducescatter", "allreduce", "reduce", "broadcast")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__.replace("_", "")
+            self.counts[next(kind for kind in self.kinds if name.startswith(kind))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def build(engine, cell, n_micro_steps):
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(**TINY_FLUX)
+    if cell.lora:
+        from peft import LoraConfig
+
+        model.requires_grad_(False)
+        targets = ["to_k", "to_q", "to_v", "to_out.0"]
+        model.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=targets))  # neither factor starts at zero
+
+    def checkpoint(module):
+        if cell.checkpointing:
+            apply_activation_checkpointing(module, checkpoint_wrapper, check_fn=lambda part: isinstance(part, BLOCKS))
+
+    return ENGINES[engine].engine(model, BLOCKS, checkpoint, cell, n_micro_steps)
+
+
+def watch(engine):
+    """A list that gets, at every backward of `engine`, the passes that entered the transformer and the collectives inside it."""
+    backward, backwards, entered = engine.backward, [], []
+
+    def watch_output(module, inputs, output):
+        if output[0].requires_grad:
+            output[0].register_hook(lambda grad: entered.append(True))
+
+    def watched_backward(loss):
+        entered.clear()
+        with Collectives() as collectives:
+            backward(loss)
+        backwards.append(dict(collectives.counts) | {"passes": len(entered)})
+
+    engine.transformer.register_forward_hook(watch_output)
+    engine.backward = watched_backward
+    return backwards
+
+
+def run(engine, windows):
+    """`windows` are functions of the engine that end with an optimizer step; all but the last one's leave the weights alone."""
+    backwards, before = watch(engine), engine.trained_weights()
+    torch.manual_seed(42 + dist.get_rank())
+    for number, window in enumerate(windows, 1):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE if number == len(windows) else 0.0
+        backwards.clear()
+        window(engine)
+    after = engine.trained_weights()
+    return {"update": after - before, "weights": after, "backwards": backwards}
+
+
+def train(cell, engine):
+    loop.train_one_step(argparse.Namespace(**ARGS, autocast=cell.autocast), engine)
+
+
+def two_exact_backwards(cell, steps):
+    """`(step, upstream gradient)` of the exact backwards that the recorded `steps` come to: JAGG's formula, written out."""
+    for start in range(0, len(steps), N_VISITED):
+        sample = sorted(steps[start : start + N_VISITED], key=lambda step: int(step["arguments"]["i"]))
+        for group in GROUPS[cell.frac]:
+            members = [sample[position] for position in group]
+            if len(group) == 1:
+                yield members[0], members[0]["grad"].float()
+                continue
+            t = [float(member["arguments"]["timesteps"]) for member in members]
+            alphas = [(t[0] - t_j) / (t[0] - t[-1]) for t_j in t]
+            yield members[0], sum((1 - alpha) * member["grad"].float() for alpha, member in zip(alphas, members, strict=True))
+            yield members[-1], sum(alpha * member["grad"].float() for alpha, member in zip(alphas, members, strict=True))
+
+
+def reference(passes, engine):
+    """Each pass a forward and a backward of its own; `backward` puts a factor on a loss that the gradients have already."""
+    for number, (step, grad) in enumerate(passes, 1):
+        step["arguments"]["transformer"] = engine.transformer
+        closes = number == len(passes)
+        with engine.accumulate(closes):
+            engine.backward((model_output(loop, Loop(), step) * grad).sum() / engine.scale)
+            engine.step(closes)
+
+
+def run_cell(name, cell):
+    n_micro_steps = N_SAMPLES * N_VISITED
+    windows = [partial(train, cell)] * cell.windows
+    records = {}
+    try:
+        with recorded_steps(loop) as steps:
+            records["unpatched"] = run(build(name, cell, n_micro_steps), windows)
+    except Exception as error:
+        return {"unpatched": {"failed": f"{type(error).__name__}: {error}"}}
+    records["unpatched"]["visited"] = [int(step["arguments"]["i"]) for step in steps]
+    passes = [list(two_exact_backwards(cell, steps[n : n + n_micro_steps])) for n in range(0, len(steps), n_micro_steps)]
+    exact_windows = [partial(reference, window) for window in passes]
+    records["reference"] = run(build(name, cell, len(passes[0])), exact_windows)
+    for label, settings in PATCHED.items():
+        handle = install(vars(loop), config=JaggConfig(**{"frac": cell.frac} | settings))
+        try:
+            records[label] = run(build(name, cell, n_micro_steps), windows) | {"stats": handle.stats.as_dict()}
+        except Exception:
+            records[label] = {"failed": traceback.format_exc()}
+        finally:
+            handle.uninstall()
+    return records
+
+
+def main(name, out):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    records = {label: run_cell(name, cell) for label, cell in ENGINES[name].cells.items()}
+    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

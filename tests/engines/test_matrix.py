@@ -1,0 +1,118 @@
+"""Engines x schedules x checkpointing x weights on two CPU ranks, one launch an engine (matrix_cells.py).
+
+The update is that of two exact backwards a group, and the collectives are those of as many backwards as the schedule says.
+"""
+
+import pytest
+import torch
+from matrix import ENGINES, GROUPS, N_BLOCKS, N_SAMPLES, by_group, launch, relative_error
+
+
+PLACES = [(engine, cell) for engine, row in ENGINES.items() for cell in row.cells]
+every_cell = pytest.mark.parametrize(("engine", "cell"), PLACES, ids=[", ".join(place) for place in PLACES], scope="module")
+
+
+@pytest.fixture(scope="session")
+def launched():
+    """`{engine: its records, or the error}`: what was launched in this session."""
+    return {}
+
+
+@pytest.fixture
+def ranks(engine, launched, tmp_path_factory):
+    """The records of all cells of an engine, one dict per rank."""
+    if engine not in launched:
+        try:
+            launched[engine] = launch(engine, tmp_path_factory.mktemp("engine"))
+        except AssertionError as error:
+            launched[engine] = error
+    if isinstance(launched[engine], AssertionError):
+        raise launched[engine]
+    return launched[engine]
+
+
+@pytest.fixture
+def records(ranks, engine, cell):
+    """Those of one cell; skips where the engine itself can't run it."""
+    message, known = ranks[0][cell]["unpatched"].get("failed", ""), ENGINES[engine].fails_with
+    if known and known in message:
+        pytest.skip(f"the unpatched {engine}: {message}")
+    found = [rank[cell] for rank in ranks]
+    for runs in found:
+        for run in runs.values():
+            assert "failed" not in run, run["failed"]
+    return found
+
+
+def sizes(engine, cell):
+    return [len(group) for group in GROUPS[ENGINES[engine].cells[cell].frac]] * N_SAMPLES
+
+
+def n_backwards(run, size):
+    """How many autograd calls that reach the model a group of `size` comes to."""
+    return {"unpatched": size, "joint": 1, "sequential": min(size, 2)}[run]
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@every_cell
+def test_the_update_is_that_of_two_exact_backwards_a_group(records, schedule):
+    for runs in records:
+        assert relative_error(runs[schedule], runs["reference"]) <= 1e-6
+        assert relative_error(runs[schedule], runs["unpatched"]) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@every_cell
+def test_groups_of_two_are_exact(records, schedule):
+    for runs in records:
+        assert relative_error(runs[f"{schedule}, groups of two"], runs["unpatched"]) <= 1e-6
+
+
+@every_cell
+def test_the_ranks_agree_having_trained_different_steps(records):
+    assert records[0]["unpatched"]["visited"] != records[1]["unpatched"]["visited"]
+    for run, record in records[0].items():
+        assert torch.equal(record["weights"], records[1][run]["weights"])
+
+
+@every_cell
+def test_two_backward_passes_a_group_enter_the_model(records, engine, cell):
+    groups = sizes(engine, cell)
+    for runs in records:
+        for run, limit in (("unpatched", 3), ("joint", 2), ("sequential", 2)):
+            counted = by_group(runs[run], ENGINES[engine].cells[cell])
+            assert [calls["passes"] for calls in counted] == [min(size, limit) for size in groups]
+
+
+@pytest.mark.parametrize("run", ["unpatched", "joint", "sequential"])
+@every_cell
+def test_a_group_s_collectives_are_those_of_its_backwards(records, engine, cell, run):
+    """Joint: of one exact backward, sequential: of two, unpatched: of as many as it has steps.
+
+    Not so: FSDP2 gathers a block for each of the two graphs, unless its input has no gradient, but reduces once; and first
+    what earlier micro-steps have left. ZeRO-2 reduces something at every micro-step. ZeRO-3 gathers what isn't the root's own
+    for each of the two graphs; it gathers parameter by parameter, as often as the checkpointing makes it.
+    """
+    row, groups = ENGINES[engine], sizes(engine, cell)
+    settings = row.cells[cell]
+    for runs in records:
+        exact, counted = (by_group(runs[name], settings) for name in ("unpatched", run))
+        for kind in ("allgather", "reducescatter", "allreduce"):
+            calls = [counts[kind] for counts in counted]
+            once = row.calls_of(kind, settings)
+            if (engine, kind) == ("ZeRO-3", "allgather"):
+                once = exact[groups.index(1)][kind]
+                assert once > 0
+            expected = [once * n_backwards(run, size) for size in groups]
+            if kind != "allgather" and (row.accumulates or settings.accumulates):
+                expected = [0] * (len(groups) - 1) + [once]
+            if (engine, run, kind) == ("FSDP2", "joint", "allgather"):
+                expected = [once if size == 1 else 2 * once - settings.lora for size in groups]
+            if (engine, run, kind, cell) == ("FSDP2", "joint", "reducescatter", "accumulation"):
+                expected[-1] += N_BLOCKS
+            if (engine, kind) == ("ZeRO-2", "allreduce"):
+                expected = groups
+            if (engine, run, kind) == ("ZeRO-3", "joint", "allgather"):
+                assert all(n == once if size == 1 else once < n < 2 * once for n, size in zip(calls, groups, strict=True))
+            else:
+                assert calls == expected

@@ -92,6 +92,7 @@ class ShardGradOp(FSDP1):
 
 class NoShard(FSDP1):
     strategy = ShardingStrategy.NO_SHARD
+    trained_weights = Replicated.trained_weights
 
 
 class HybridShard(FSDP1):
@@ -182,8 +183,11 @@ class Zero0(Replicated):
     def trained_weights(self):
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(trained(self.transformer), enabled=self.stage == 3):
-            return super().trained_weights()
+        weights = []
+        for parameter in trained(self.transformer):  # of several at once, older DeepSpeeds wait for the last alone, on gloo
+            with deepspeed.zero.GatheredParameters(parameter, enabled=self.stage == 3):
+                weights.append(parameter.detach().flatten().clone())
+        return torch.cat(weights)
 
 
 class Zero1(Zero0):

@@ -92,7 +92,12 @@ ENGINES = {
     "ZeRO-0": Engine(engines.Zero0, (), ("allreduce",), one_bucket=True, accumulates=True),
     "ZeRO-1": Engine(engines.Zero1, (), ("allreduce",), one_bucket=True, accumulates=True),
     "ZeRO-2": Engine(engines.Zero2),
-    "ZeRO-3": Engine(engines.Zero3, (), ("reducescatter",), one_bucket=True),
+    "ZeRO-3": Engine(
+        engines.Zero3,
+        calls=("reducescatter",),
+        one_bucket=True,
+        fails_with="Recomputed values for the following tensors have different metadata",  # DeepSpeed 0.16, LoRA
+    ),
 }
 
 

@@ -90,8 +90,8 @@ def test_a_group_s_collectives_are_those_of_its_backwards(records, engine, cell,
     """Joint: of one exact backward, sequential: of two, unpatched: of as many as it has steps.
 
     Not so: FSDP2 gathers a block for each of the two graphs, unless its input has no gradient, but reduces once; and first
-    what earlier micro-steps have left. ZeRO-2 reduces something at every micro-step. ZeRO-3 gathers what isn't the root's own
-    for each of the two graphs; it gathers parameter by parameter, as often as the checkpointing makes it.
+    what earlier micro-steps have left. ZeRO-2 reduces something at every micro-step. ZeRO-3 gathers parameter by parameter, as
+    often as its version and the checkpointing make it, and for the second graph what it has let go of since the first.
     """
     row, groups = ENGINES[engine], sizes(engine, cell)
     settings = row.cells[cell]
@@ -113,6 +113,6 @@ def test_a_group_s_collectives_are_those_of_its_backwards(records, engine, cell,
             if (engine, kind) == ("ZeRO-2", "allreduce"):
                 expected = groups
             if (engine, run, kind) == ("ZeRO-3", "joint", "allgather"):
-                assert all(n == once if size == 1 else once < n < 2 * once for n, size in zip(calls, groups, strict=True))
+                assert all(n == once if size == 1 else once <= n < 2 * once for n, size in zip(calls, groups, strict=True))
             else:
                 assert calls == expected

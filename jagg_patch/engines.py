@@ -1,11 +1,29 @@
-"""What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Read off the model that is called."""
+"""What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Found in the model that is called."""
 
 from functools import partial
 
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from .errors import JaggError
 
 GATHERED_IN_BACKWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def _ddp(model):
+    return [module for module in model.modules() if isinstance(module, DDP)]
+
+
+def _deepspeed(model):
+    """DeepSpeed's engine, or None. Raises `JaggError` if there must be one and it isn't in `model`."""
+    engine = next((module for module in model.modules() if hasattr(module, "zero_optimization_stage")), None)
+    if engine is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise JaggError(
+            "the training forward is given a model without the DeepSpeed engine that has partitioned its weights\n"
+            "gradients would be summed up wrongly: call the engine that deepspeed.initialize returned, or run with JAGG_ENABLED=0"
+        )
+    return engine
 
 
 def syncs_gradients(model):
@@ -13,7 +31,12 @@ def syncs_gradients(model):
 
     DDP alone prepares its reduction in the forward, so a step that syncs without a recorded forward would leave the ranks apart.
     """
-    return getattr(model, "require_backward_grad_sync", True)
+    return all(module.require_backward_grad_sync for module in _ddp(model))
+
+
+def looks_for_unused_parameters(model):
+    """Whether DDP does so: in the last forward's graph alone, though the first endpoint's may reach other parameters."""
+    return any(module.find_unused_parameters for module in _ddp(model))
 
 
 def link_parameter(model):
@@ -21,22 +44,31 @@ def link_parameter(model):
 
     DeepSpeed's ZeRO stage 2 fails on a backward pass that reaches no parameter, as those of a group's first steps do.
     """
-    stage = getattr(model, "zero_optimization_stage", None)
-    if stage is None or stage() != 2:
+    engine = _deepspeed(model)
+    if engine is None or engine.zero_optimization_stage() != 2:
         return None
-    return min((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+    return min((p for p in engine.parameters() if p.requires_grad), key=lambda p: p.numel(), default=None)
 
 
 def hold_micro_step(model):
-    """A function that puts DeepSpeed's count of micro-steps back to what it is now; for other engines it does nothing.
+    """A function that puts DeepSpeed's count of micro-steps back to what it is now, where that matters.
 
     ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite their gradients in what they count as a window's first micro-step.
     If its backward reaches no graph, as those of a group's first steps, the window before's gradients stay, and are added to.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if not hasattr(optimizer, "micro_step_id"):
+    engine = _deepspeed(model)
+    optimizer = getattr(engine, "optimizer", None)
+    if not hasattr(optimizer, "micro_step_id") or not (engine.zero_optimization_stage() == 3 or optimizer.cpu_offload):
         return lambda: None
     return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
+
+
+def drop_gradients(model):
+    """Drop all gradients of `model` and return True; False where some are kept that `zero_grad()` doesn't reach."""
+    if _deepspeed(model) is not None or any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        return False  # DeepSpeed's own buffers; what FSDP2 has accumulated without reducing it
+    model.zero_grad()
+    return True
 
 
 def waiting_bytes(model):

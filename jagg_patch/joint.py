@@ -41,20 +41,6 @@ def weighted_sum(upstream_grads, weights):
     return total.to(first.dtype)
 
 
-def aggregate(upstream_grads, weights, aggregation="interpolate"):
-    """Fold a group's upstream gradients into those of its two endpoints.
-
-    Args:
-        upstream_grads: W tensors `[B, ...]`, s_j of each step in trajectory order.
-        weights, aggregation: as for `endpoint_weights`.
-
-    Returns:
-        `(s_base, s_corr)`, each `[B, ...]` in the dtype of the upstream gradients; summed in float32 or wider.
-    """
-    base, corr = endpoint_weights(weights, aggregation)
-    return weighted_sum(upstream_grads, base), weighted_sum(upstream_grads, corr)
-
-
 class _EndpointBackward(torch.autograd.Function):
     """A value whose gradient goes to endpoints' graphs, folded: the loss's own backward is then that of the endpoints."""
 

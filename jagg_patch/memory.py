@@ -11,7 +11,7 @@ RESERVE = 0.05  # of the device, for fragmentation and for what the measured ste
 
 
 def free_bytes():
-    """What the steps so far have left unused at their peak; 0 where that can't be told."""
+    """What the steps so far have left unused at their peak (on a CPU: what is unused now); 0 where that can't be told."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated() - int(RESERVE * total)

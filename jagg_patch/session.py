@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from .engines import hold_micro_step, link_parameter, syncs_gradients
+from .engines import drop_gradients, hold_micro_step, link_parameter, looks_for_unused_parameters, syncs_gradients
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .plan import Role, alphas, plan_groups, step_roles
@@ -123,7 +123,8 @@ class Session:
         self.stats = Stats()
         self.schedule = Schedule(config.schedule, say)
         self._on_update = on_update
-        self._graph_is_known = False
+        self._spoilt_at = None  # a group of which a part is among the gradients for good
+        self._joint_is_possible = False
         self._group = None
         self._forget()
 
@@ -148,6 +149,11 @@ class Session:
         if self._in_training_step:
             self._failed_at = self._failed_at or "a training step inside this one"
             raise JaggError("a training step began inside another one\none session follows one loop: run with JAGG_ENABLED=0")
+        if self._spoilt_at is not None:
+            raise JaggError(
+                f"{self._spoilt_at}: the group failed in an earlier training step, and this engine keeps a part of its gradient\n"
+                "start again from the last checkpoint"
+            )
         self._forget()
         self._in_training_step = True
         hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
@@ -159,7 +165,8 @@ class Session:
         except BaseException:
             if self._group is not None and (self._group.first_folded or self._group.folded):
                 # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
-                self._group.model.zero_grad()
+                if not drop_gradients(self._group.model):
+                    self._spoilt_at = self._group.where
             raise
         finally:
             hook.remove()
@@ -258,6 +265,8 @@ class Session:
         if role in (Role.EXACT, Role.FIRST):
             self._require_closed(f"{where} came")
         if role is Role.FIRST:
+            if looks_for_unused_parameters(step.model):
+                self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
             self.schedule.before_group(step.model)
             self._group = _Group(where, step.model, self.schedule.is_joint)
         if role is not Role.EXACT:
@@ -366,7 +375,8 @@ class Session:
                 yield joint_output(model_output.detach(), endpoints, partial(self._fold, group))
                 return
             if self._role is Role.FIRST:
-                self._look_for_reentrant_checkpointing(model_output)
+                if self.schedule.name != "sequential" and not self._joint_is_possible:
+                    self._look_for_reentrant_checkpointing(model_output)
                 group.first = model_output.clone()  # the trainer may change its own in place
                 group.resume_micro_step = hold_micro_step(group.model)
             proxy = model_output.detach().requires_grad_()
@@ -430,24 +440,24 @@ class Session:
 
     def _look_for_reentrant_checkpointing(self, output):
         """It runs backward passes inside the backward; FSDP1 then loses gradients when two graphs are joined."""
-        if self._graph_is_known or self.schedule.name == "sequential":
-            return
         seen, nodes = set(), [output.grad_fn]
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
             if node.name() == "CheckpointFunctionBackward":
-                if self.schedule.is_joint:
-                    raise JaggError(
-                        "the model recomputes activations with reentrant checkpointing, which the joint schedule can't have\n"
-                        "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT), or run with JAGG_SCHEDULE=sequential"
-                    )
-                self.schedule.settle("sequential", "the model's activation checkpointing is reentrant")
+                why = "the model recomputes activations with reentrant checkpointing"
+                self._rule_out_joint(why, "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT)")
                 return
             seen.add(node)
             nodes += [next_node for next_node, _ in node.next_functions]
-        self._graph_is_known = True
+        self._joint_is_possible = True
+
+    def _rule_out_joint(self, why, remedy):
+        if self.schedule.is_joint:
+            raise JaggError(f"{why}, which the joint schedule can't have\n{remedy}, or run with JAGG_SCHEDULE=sequential")
+        if self.schedule.name == "auto":
+            self.schedule.settle("sequential", why)
 
     def _require_last_sample_visited(self, event):
         if self.routes and self._position:

@@ -36,7 +36,7 @@ def records(ranks, engine, cell):
     """Those of one cell; skips where the engine itself can't run it."""
     message, known = ranks[0][cell]["unpatched"].get("failed", ""), ENGINES[engine].fails_with
     if known and known in message:
-        pytest.skip(f"the unpatched {engine}: {message}")
+        pytest.skip(f"the unpatched {engine}: {message.splitlines()[0]}")
     found = [rank[cell] for rank in ranks]
     for runs in found:
         for run in runs.values():

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
-from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
+from jagg_patch import JaggConfig, JaggError, engines, group_backward, install, plan_groups, session
 from jagg_patch.trainers import TRAINERS
 
 
@@ -303,17 +303,39 @@ def test_a_loss_on_the_model_output_itself_is_stopped(load):
     stops(module, "visited step 1 .* returned a tensor without a graph, of shape .1, 2.")
 
 
+def like_ddp(monkeypatch, **attributes):
+    """The model, with the attributes of DDP that JAGG reads."""
+    kind = type(
+        "LikeDdp", (torch.nn.Sequential,), dict(require_backward_grad_sync=True, find_unused_parameters=False) | attributes
+    )
+    monkeypatch.setattr(engines, "DDP", kind)
+    return kind(*make_model())
+
+
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
 @pytest.mark.parametrize(("step", "stopped_at"), [(0, 1), (1, 1), (2, 2), (3, None), (14, None)])
-def test_gradients_that_sync_within_a_group_are_stopped(load, schedule, step, stopped_at):
+def test_gradients_that_sync_within_a_group_are_stopped(load, monkeypatch, schedule, step, stopped_at):
     """DDP prepares its reduction in a forward that records: the syncing step must be a group's last, or outside groups."""
     call = "            new_log_probs = grpo_one_step("
     module = load(call, f"            model.require_backward_grad_sync = j == {step}\n" + call)
+    model = like_ddp(monkeypatch)
     install(vars(module), config=JaggConfig(frac=1, schedule=schedule))  # 15 steps: 4 + 4 + 4 + 3
     if stopped_at is None:
-        run(module)
+        run(module, model)
     else:
-        stops(module, f"visited step {stopped_at} .* synced between the ranks changed inside a group")
+        with pytest.raises(JaggError, match=f"visited step {stopped_at} .* synced between the ranks changed inside a group"):
+            run(module, model)
+
+
+def test_ddp_that_looks_for_unused_parameters_rules_joint_out(load, monkeypatch, capsys):
+    """It would look in the last endpoint's graph alone, and fail on a layer that only the first one's reaches."""
+    model = like_ddp(monkeypatch, find_unused_parameters=True)
+    for schedule in ("auto", "sequential", "joint"):
+        module = load()
+        install(vars(module), config=JaggConfig(schedule=schedule))
+        with pytest.raises(JaggError, match="unused parameters") if schedule == "joint" else contextlib.nullcontext():
+            run(module, model)
+        assert ("schedule sequential from here on: DDP looks" in capsys.readouterr().out) == (schedule == "auto")
 
 
 def test_an_exact_step_after_an_unclosed_group_is_stopped(load):
@@ -351,7 +373,7 @@ def test_reentrant_checkpointing_settles_the_schedule(load, capsys):
         handle = install(vars(module), config=JaggConfig(group_size=2, frac=1, schedule=schedule))
         assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-8)
         assert handle.stats.groups == 2 * 7
-        assert ("schedule sequential from here on: the model's activation" in capsys.readouterr().out) == (schedule == "auto")
+        assert ("schedule sequential from here on: the model recomputes" in capsys.readouterr().out) == (schedule == "auto")
         handle.uninstall()
 
 
@@ -444,6 +466,29 @@ def test_a_training_step_inside_another_is_refused(load):
     module = load(call, "            if j == 1: train_one_step(args, model, optimizer)\n" + call)
     install(vars(module), config=JaggConfig())
     stops(module, "inside another one")
+
+
+def test_a_part_of_a_group_that_an_engine_keeps_ends_the_training(load, monkeypatch):
+    module, model = (
+        load("            loss.backward()\n", "            loss.backward()\n            args.after_step(j)\n"),
+        make_model(),
+    )
+    monkeypatch.setattr(session, "drop_gradients", lambda model: False)
+    install(vars(module), config=JaggConfig(schedule="sequential"))  # 9 of 15 steps: 5 + 4
+
+    def fail_at(step):
+        def after_step(j):
+            if j == step:
+                raise MemoryError
+
+        return after_step
+
+    for step in (2, 4, 3):  # before the first endpoint's backward, at the end of the group, between the two
+        with pytest.raises(MemoryError):
+            run(module, model, after_step=fail_at(step))
+    for _ in range(2):
+        with pytest.raises(JaggError, match="visited step 0 .* this engine keeps a part of its gradient"):
+            run(module, model, after_step=lambda j: None)
 
 
 @pytest.mark.parametrize("fails", [False, True])

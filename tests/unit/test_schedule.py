@@ -1,10 +1,19 @@
 """When `schedule=auto` decides, and what it goes by."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from jagg_patch import memory, schedule
-from jagg_patch.engines import link_parameter, syncs_gradients, waiting_bytes
+from jagg_patch import JaggError, memory, schedule
+from jagg_patch.engines import (
+    drop_gradients,
+    hold_micro_step,
+    link_parameter,
+    looks_for_unused_parameters,
+    syncs_gradients,
+    waiting_bytes,
+)
 from jagg_patch.memory import free_bytes, graph_bytes, joint_excess
 from jagg_patch.schedule import Schedule
 
@@ -101,3 +110,33 @@ def test_on_a_gpu_the_peak_so_far_is_taken_off_what_there_is(monkeypatch):
 
 def test_engines_without_needs_of_their_own(model):
     assert link_parameter(model) is None and syncs_gradients(model) is True
+    assert drop_gradients(model) and not looks_for_unused_parameters(model)
+
+
+class ZeroEngine(torch.nn.Module):
+    """What JAGG reads off DeepSpeed's."""
+
+    def __init__(self, model, stage, cpu_offload=False):
+        super().__init__()
+        self.module, self.optimizer = model, SimpleNamespace(micro_step_id=3, cpu_offload=cpu_offload)
+        self.zero_optimization_stage = lambda: stage
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "links", "holds"), [(1, 0, 0, 0), (2, 0, 1, 0), (2, 1, 1, 1), (3, 0, 0, 1), (3, 1, 0, 1)]
+)
+def test_deepspeed_s_engine_is_found_inside_the_model_that_is_called(model, stage, offload, links, holds):
+    engine = ZeroEngine(model, stage, offload)
+    holder = torch.nn.Sequential(engine)
+    assert link_parameter(holder) is (model[2].bias if links else None)
+    hold = hold_micro_step(holder)
+    engine.optimizer.micro_step_id = 5
+    hold()
+    assert engine.optimizer.micro_step_id == (3 if holds else 5)
+    assert not drop_gradients(holder)
+
+
+def test_a_partitioned_model_without_its_engine_is_refused(model):
+    model[0].weight.ds_id = 0
+    with pytest.raises(JaggError, match="without the DeepSpeed engine"):
+        link_parameter(model)

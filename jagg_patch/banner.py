@@ -6,7 +6,7 @@ from .plan import Role, plan_groups, step_roles
 from .schedule import MEASURED_UPDATES
 
 MEMORY = {
-    "joint": "two graphs at once, and under FSDP all blocks unsharded in a group's backward",
+    "joint": "a second graph, whole gradients, and under FSDP1 with resharding whole weights, more than unpatched",
     "sequential": "as unpatched",
     "auto": f"as unpatched for {MEASURED_UPDATES} optimizer steps (sequential); then joint, if what they have left free holds it",
 }
@@ -31,7 +31,7 @@ def banner(trainer, config, args):
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
         if update[0] == update[1]:
-            lines.append("  groups of two are exact and save no backward pass, only half of their communication")
+            lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
         lines.append(f"  memory: {MEMORY[config.schedule]} (README, Schedule and memory)")
     return "\n".join(lines)
 

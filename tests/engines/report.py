@@ -1,6 +1,6 @@
-"""Run the cells of every engine, or of those named, and print what came out as a Markdown table.
+"""Run the cells of every engine, or of those named, and print the table of README.md, which says what its columns are.
 
-usage: python tests/engines/report.py OUT [ENGINE...]
+usage: python tests/engines/report.py OUT [ENGINE...], with the Python that the tests use
 """
 
 import sys
@@ -10,10 +10,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 
 from matrix import ENGINES, by_group, launch, relative_error  # noqa: E402
 
 HEADER = """\
-Relative error of the update against two exact backwards a group, and of grouping itself; then what the backwards of a group of
-three called, exact / joint / sequential, in units of one exact backward's calls.
-
-| engine | cell | joint | sequential | grouped or not | all-gathers | reductions |
+| engine | cell | joint | sequential | grouping | all-gathers | reductions |
 |---|---|---|---|---|---|---|"""
 
 
@@ -26,10 +23,13 @@ def calls(runs, cell, *kinds):
 
 
 def main(out, *engines):
+    unknown = [engine for engine in engines if engine not in ENGINES]
+    if unknown:
+        raise SystemExit(f"no engine {', '.join(unknown)}: there are {', '.join(ENGINES)}")
     print(HEADER)
     for engine in engines or ENGINES:
-        folder = Path(out) / engine.replace(" ", "-")
-        folder.mkdir(parents=True)
+        folder = Path(out).resolve() / engine.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
         for name, runs in launch(engine, folder)[0].items():
             failed = [f"{run}: {record['failed'].strip().splitlines()[-1]}" for run, record in runs.items() if "failed" in record]
             if failed:
@@ -47,4 +47,6 @@ def main(out, *engines):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     main(*sys.argv[1:])

@@ -7,7 +7,7 @@ the expected gradient comes from `group_backward` on the calls that the *unpatch
 import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -145,8 +145,10 @@ def model_output(module, loop, step):
 def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):
     """The gradient of one optimizer step that JAGG should give, from the `steps` of the unpatched trainer.
 
-    A step's loss enters as `(s * v).sum()` with the s that the trainer's own loss had, whose gradient in v is s.
+    A step's loss enters as `(s * v).sum()` with the s that the trainer's own loss had, whose gradient in v is s. `auto` is
+    sequential, as it is before a run's third optimizer step; where FSDP reduces in bf16, that shows in the rounding.
     """
+    config = replace(config, schedule="sequential") if config.schedule == "auto" else config
     transformer.zero_grad()
     groups = plan_groups(n_visited, config)
     exact = range(sum(map(len, groups)), n_visited)

@@ -1,8 +1,9 @@
 """The lines that rank 0 prints at start: version, trainer, settings, plan, predicted saving."""
 
 from . import __version__
-from .cost import training_step_cost, update_cost
-from .plan import Role, plan_groups, step_roles
+from .config import AUTO
+from .cost import probe_cost, training_step_cost, update_cost
+from .plan import Role, plan_groups, step_roles, whole_groups
 from .schedule import MEASURED_UPDATES
 
 MEMORY = {
@@ -19,7 +20,7 @@ def banner(trainer, config, args):
         return f"{head}: off"
     sampled, trainable, visited = trainer.steps(args)
     groups = plan_groups(visited, config)
-    settings = [f"group_size {config.group_size}", f"frac {config.frac:g}", f"aggregation {config.aggregation}"]
+    settings = [f"group_size {config.group_size}", f"frac {share(config.frac)}", f"aggregation {config.aggregation}"]
     settings.append(f"schedule {config.schedule}")
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
     if groups:
@@ -33,6 +34,12 @@ def banner(trainer, config, args):
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
         lines.append(f"  memory: {MEMORY[config.schedule]} (README, Schedule and memory)")
+    if config.probe_every:
+        forwards = probe_cost(whole_groups(visited, config.group_size), trainer.step_cost(args))
+        lines.append(
+            f"  probe: every {config.probe_every} training steps, one sample on every rank, {forwards:g} forwards for "
+            f"groups of about {config.group_size}, and about as many for another size"
+        )
     return "\n".join(lines)
 
 
@@ -46,3 +53,18 @@ def describe_plan(n_trajectory, n_visited, groups):
         f"{n_visited} of {n_trajectory} steps visited, in trajectory order: {sum(sizes)} in "
         f"{len(sizes)} group{'s' * (len(sizes) > 1)} ({'+'.join(map(str, sizes))}), {n_exact} exact"
     )
+
+
+def describe_probe(record):
+    """What the probe found, in a line: the cosines of the run's own groups, those that aren't routed in brackets."""
+    groups = record["probe"][0]["groups"]
+    cosines = ["unknown" if group["cosine"] is None else f"{group['cosine']:.3f}" for group in groups]
+    shown = [cosine if group["routed"] else f"({cosine})" for cosine, group in zip(cosines, groups, strict=True)]
+    return (
+        f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {' '.join(shown)}, "
+        f"in brackets what isn't grouped ({record['probe_seconds']:.1f} s)"
+    )
+
+
+def share(frac):
+    return frac if frac == AUTO else f"{frac:g}"

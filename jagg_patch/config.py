@@ -8,6 +8,7 @@ from .errors import JaggError
 
 ENV_PREFIX = "JAGG_"
 FLAG_PREFIX = "jagg_"
+AUTO = "auto"
 
 
 def _one_of(*choices):
@@ -26,8 +27,12 @@ def _at_least(low):
     return check, f"a whole number of at least {low}"
 
 
+def _number_or_auto(value):
+    return AUTO if value == AUTO else float(value)
+
+
 def _fraction(value):
-    if not (math.isfinite(value) and 0 <= value <= 1):
+    if value != AUTO and not (math.isfinite(value) and 0 <= value <= 1):
         raise ValueError
 
 
@@ -56,8 +61,11 @@ class JaggConfig:
 
     enabled: bool = _setting(True, _switch, (lambda value: None, "0 or 1"), "0 leaves the trainer as it is")
     group_size: int = _setting(4, _whole, _at_least(2), "steps per group, W: their W backward passes become 2")
-    frac: float = _setting(
-        0.6, float, (_fraction, "a number from 0 to 1"), "share of a trajectory's visited steps, noisiest first, to group"
+    frac: float | str = _setting(
+        0.6,
+        _number_or_auto,
+        (_fraction, "a number from 0 to 1, or auto"),
+        "share of a trajectory's visited steps, noisiest first, to group; auto follows the probe",
     )
     schedule: str = _setting(
         "auto",
@@ -71,11 +79,20 @@ class JaggConfig:
         _one_of("interpolate", "endpoints"),
         "interpolate in t, or keep the endpoints' own gradients only (the ablation)",
     )
+    probe_every: int = _setting(
+        0,
+        _whole,
+        _at_least(0),
+        "every so many training steps, measure how near each group's gradient is to the exact one; 0 never",
+    )
+    log: str = _setting("", str, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
 
     def __post_init__(self):
         for setting in fields(self):
             value = convert(setting, getattr(self, setting.name), setting.name)
             object.__setattr__(self, setting.name, value)
+        if self.enabled and self.frac == AUTO and not self.probe_every:
+            raise JaggError("frac=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say")
 
     @classmethod
     def from_env(cls, environ=os.environ, **defaults):

@@ -36,3 +36,8 @@ def update_cost(n_steps, groups=(), cost=StepCost()):
 def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost()):
     """Forward units of one trajectory's rollout (`sampling_steps` forwards) and update."""
     return sampling_steps + update_cost(n_steps, groups, cost)
+
+
+def probe_cost(groups, cost=StepCost()):
+    """Forward units of a probe of one sample: a forward and a backward for each step of its `groups`, and two of each a group."""
+    return sum(len(group) + 2 for group in groups if len(group) > 1) * (1 + cost.full_backward)

@@ -1,9 +1,12 @@
 """What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Found in the model that is called."""
 
+from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .errors import JaggError
@@ -69,6 +72,53 @@ def drop_gradients(model):
         return False  # DeepSpeed's own buffers; what FSDP2 has accumulated without reducing it
     model.zero_grad()
     return True
+
+
+def require_gradients_in_place(model):
+    """Raise `JaggError` on an engine that doesn't leave gradients in the parameters."""
+    if _deepspeed(model) is not None:
+        raise JaggError(
+            "the probe can't run on DeepSpeed, whose engine keeps the gradients of the update where they can't be set aside\n"
+            "unset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP"
+        )
+
+
+@contextmanager
+def gradients_set_aside(model):
+    """Inside, no parameter has a gradient; after it, each has the one that it had before, in every bit.
+
+    Yields a function that returns this rank's part of the gradients that have been accumulated since it was last called, a list
+    with a tensor for every parameter that requires one. The engine must be one that leaves them in `.grad`, and be done with its
+    reduction: as it is before an optimizer step.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    flat = [unit._handle.flat_param for unit in FSDP.fsdp_modules(model) if unit._handle]  # hidden with use_orig_params
+    holders = [*flat, *parameters]
+    # Copies, since an engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
+    kept = [(p.grad, None if p.grad is None else _local(p.grad).to("cpu", copy=True)) for p in holders]
+
+    def clear():
+        for holder in holders:
+            holder.grad = None
+
+    def take():
+        taken = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+        clear()
+        return taken
+
+    clear()
+    try:
+        yield take
+    finally:
+        for holder, (grad, copy) in zip(holders, kept, strict=True):
+            holder.grad = grad
+            if grad is not None:
+                _local(grad).copy_(copy)
+
+
+def _local(tensor):
+    """This rank's shard of a DTensor; any other tensor itself. Detached."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def waiting_bytes(model):

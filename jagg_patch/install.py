@@ -4,13 +4,17 @@ import argparse
 import functools
 import os
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch.distributed as dist
 
-from .banner import banner
+from . import __version__
+from .banner import banner, describe_probe
 from .config import FLAG_PREFIX, JaggConfig, add_flags
+from .cost import StepCost
 from .errors import JaggError
 from .intercept import require_parameters
+from .log import Log
 from .session import Session, Stats
 from .trainers import find_trainer
 
@@ -29,6 +33,8 @@ class Handle:
         self._originals = {}
         self._parser = None
         self._reported = False
+        self._log = None
+        self._costs = {"sampled_steps": 0, "step_cost": asdict(StepCost())}  # until the trainer's arguments are parsed
         self.config = None
         self.stats = Stats()
 
@@ -51,7 +57,9 @@ class Handle:
         self.config = config
         if config.enabled:
             self._trainer.check(self._namespace)
-            session = Session(config, self._report, say_on_rank_zero)
+            if (config.log or config.probe_every) and is_first_rank():
+                self._log = Log(config.log)
+            session = Session(config, self._report, say_on_rank_zero, self._record)
             self.stats = session.stats
             self._wrap(self._trainer.wrappers(self._namespace, session))
         # What needs the process group. Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
@@ -123,7 +131,19 @@ class Handle:
             )
             self._reported = True
 
+    def _record(self, record):
+        """At the end of a training step."""
+        if record["probe"]:
+            say_on_rank_zero(describe_probe(record))
+        if self._log is not None:
+            run = {"jagg": __version__, "trainer": self._trainer.name, "group_size": self.config.group_size}
+            run["aggregation"] = self.config.aggregation
+            self._log.write(run | self._costs | record)
+
     def _announce(self, args):
+        if self.config.enabled:
+            steps, cost = self._trainer.steps(args), self._trainer.step_cost(args)
+            self._costs = {"sampled_steps": steps.sampled, "step_cost": asdict(cost)}
         say_on_rank_zero(banner(self._trainer, self.config, args))
 
 
@@ -132,16 +152,18 @@ def is_script(namespace):
 
 
 def say_on_rank_zero(text):
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_rank():
         print(text, flush=True)
+
+
+def is_first_rank():
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def require_same_on_all_ranks(config):
     """Raise `JaggError` on every rank unless all ranks of the default process group have the same version and settings."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    from . import __version__
-
     mine = {"version": __version__} | config.as_dict()
     settings = [None] * dist.get_world_size()
     dist.all_gather_object(settings, mine)

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from .config import AUTO
 from .errors import JaggError
+
+START_FRAC = 0.6  # of frac=auto, the published setting
 
 
 class Steps(NamedTuple):
@@ -37,21 +40,34 @@ def plan_groups(n_steps, config):
         A tuple of `range`s over positions among the visited steps, in trajectory order. Positions in no group are exact.
         The first `r = int(frac * k)` steps are routed and split as evenly as possible, larger groups first, into
         `max(1, floor(r / group_size + 1/2))` groups; with r < 2 there are none. A group of one (group_size 2, odd r) is
-        an exact step.
+        an exact step. Under `frac=auto` all steps are split so, and the groups are those routed before the first probe.
 
     The rule uses count and position only, so all ranks take the same decisions.
     """
-    n_routed = int(config.frac * n_steps + 1e-9) if config.enabled else 0
-    if n_routed < 2:
+    if not config.enabled:
         return ()
-    n_groups = max(1, math.floor(n_routed / config.group_size + 0.5))
-    size, n_larger = divmod(n_routed, n_groups)
-    groups, start = [], 0
+    if config.frac == AUTO:
+        return whole_groups(n_steps, config.group_size)[: groups_at_start(n_steps, config.group_size)]
+    return whole_groups(int(config.frac * n_steps + 1e-9), config.group_size)
+
+
+def whole_groups(n_steps, group_size, start=0):
+    """Groups of all of `n_steps` positions from `start` on, as `plan_groups` splits them."""
+    if n_steps < 2:
+        return ()
+    n_groups = max(1, math.floor(n_steps / group_size + 0.5))
+    size, n_larger = divmod(n_steps, n_groups)
+    groups = []
     for number in range(n_groups):
         stop = start + size + (number < n_larger)
         groups.append(range(start, stop))
         start = stop
     return tuple(groups)
+
+
+def groups_at_start(n_steps, group_size):
+    """How many of `whole_groups` are routed at first under `frac=auto`: 0.6 of them, rounded."""
+    return math.floor(START_FRAC * len(whole_groups(n_steps, group_size)) + 0.5)
 
 
 def step_roles(n_steps, groups):

@@ -4,8 +4,9 @@ It knows nothing of upstream's names; `trainers/` calls it from the wrapped func
 
     training_step( plan, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
 
-A trainer whose loop can't be told from the rest of its `main` is one long training step, and plans once; one that visits the
-steps in trajectory order by itself draws no order.
+A trainer whose loop can't be told from the rest of its `main` has all of it inside one `training_step`, plans once, and says with
+`rollout_begins` where one training step ends and the next begins; one that visits the steps in trajectory order by itself draws
+no order.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from .engines import drop_gradients, hold_micro_step, link_parameter, looks_for_unused_parameters, syncs_gradients
+from .engines import (
+    drop_gradients,
+    hold_micro_step,
+    link_parameter,
+    looks_for_unused_parameters,
+    require_gradients_in_place,
+    syncs_gradients,
+)
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
-from .plan import Role, alphas, plan_groups, step_roles
+from .log import Stopwatch
+from .plan import Role, alphas, step_roles
+from .probe import Probe
+from .routing import Routing
 from .schedule import Schedule
 
 
@@ -115,14 +126,18 @@ class _Group:
 class Session:
     """Ties the plan and the joint backward to the step calls of a training loop, one rollout's update at a time.
 
-    `on_update` is called before every optimizer step that finds the gradient whole, `say` with what users should know.
+    `on_update` is called before every optimizer step that finds the gradient whole, `say` with what users should know,
+    `on_training_step` at the end of each training step with its record, a dict.
     """
 
-    def __init__(self, config, on_update=lambda: None, say=lambda line: None):
+    def __init__(self, config, on_update=lambda: None, say=lambda line: None, on_training_step=lambda record: None):
         self.config = config
         self.stats = Stats()
         self.schedule = Schedule(config.schedule, say)
+        self.probe = Probe(config)
+        self._routing = Routing(config, say)
         self._on_update = on_update
+        self._on_training_step = on_training_step
         self._spoilt_at = None  # a group of which a part is among the gradients for good
         self._joint_is_possible = False
         self._group = None
@@ -133,7 +148,7 @@ class Session:
             self._group.release()
         self._in_training_step = False
         self._failed_at = None
-        self._roles = ()
+        self._roles = self._groups = ()
         self._n_trajectory = 0
         self._orders = []  # one a sample, or None: every sample's visited steps come in trajectory order
         self._sample = 0  # the first one of the batch that is being visited
@@ -142,6 +157,8 @@ class Session:
         self._role = None  # of the step whose forward is running
         self._solver_calls = 0
         self._group = None
+        self._stopwatch = Stopwatch()
+        self.probe.begin(0, 0)
 
     @contextmanager
     def training_step(self):
@@ -156,12 +173,13 @@ class Session:
             )
         self._forget()
         self._in_training_step = True
+        self.rollout_begins()
         hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
         try:
             yield
             self._require_whole("the training step ended")
             self._require_last_sample_visited("the training step ended")
-            self.stats.training_steps += 1
+            self._end_update()
         except BaseException:
             if self._group is not None and (self._group.first_folded or self._group.folded):
                 # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
@@ -171,6 +189,12 @@ class Session:
         finally:
             hook.remove()
             self._forget()
+
+    def rollout_begins(self):
+        """The training step before, if there was one, is over."""
+        if self._in_training_step and self._group is None and not self._position:
+            self._end_update()
+            self._stopwatch.rollout_begins()
 
     def plan(self, n_trajectory, n_visited, shuffled=True):
         """Plan the update of a rollout, or of all of them.
@@ -185,19 +209,60 @@ class Session:
         self._require_closed("a new rollout ended")
         self._require_last_sample_visited("a new rollout ended")
         self._n_trajectory = n_trajectory
-        self._roles = step_roles(n_visited, plan_groups(n_visited, self.config))
+        self._route(n_visited)
         self._orders = [] if shuffled else None
         self._sample = self._position = 0
 
-    @property
-    def routes(self):
-        """Whether anything of this rollout is grouped; if not, nothing of the trainer is touched."""
-        return any(role is not Role.EXACT for role in self._roles)
+    def _route(self, n_visited):
+        self._groups = self._routing.groups(n_visited)
+        self._roles = step_roles(n_visited, self._groups)
+
+    def _update_begins(self, model):
+        if not self._stopwatch.in_update:
+            if self.config.probe_every:
+                require_gradients_in_place(model)
+            self._stopwatch.update_begins()
+            self._route(len(self._roles))  # a probe may have changed it since it was planned
+            self.probe.begin(self.stats.training_steps + 1, len(self._roles))
+            self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
+
+    def _end_update(self):
+        if not self._stopwatch.in_update:
+            return
+        self.stats.training_steps += 1
+        rollout_seconds, update_seconds = self._stopwatch.seconds()
+        self._stopwatch = Stopwatch()
+        passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
+        visited, grouped = len(self._roles), [len(group) for group in self._groups if len(group) > 1]
+        self._on_training_step(
+            {
+                "training_step": self.stats.training_steps,
+                "frac": sum(grouped) / visited if visited else 0,
+                "trajectory": self._n_trajectory,
+                "visited": visited,
+                "groups": grouped,
+                "schedule": self.schedule.name,
+                "backward_passes": passes - self._passes_before[0],
+                "backward_passes_saved": unpatched - passes - self._passes_before[1] + self._passes_before[0],
+                "forward_passes_saved": 0,
+                "rollout_seconds": rollout_seconds,
+                "update_seconds": update_seconds - self.probe.seconds,
+                "probe_seconds": self.probe.seconds,
+                "probe": self.probe.result,
+            }
+        )
+        if self.probe.result:
+            self._routing.after_probe([group["cosine"] for group in self.probe.result[0]["groups"]])
 
     @property
-    def visits(self):
-        """Whether a forward that began now would be a visited step. One without gradients is a reference or an evaluation."""
-        return self._in_training_step and self.routes and torch.is_grad_enabled()
+    def routes(self):
+        """Whether anything of this rollout is grouped, or could be; if not, nothing of the trainer is touched."""
+        return any(role is not Role.EXACT for role in self._roles) or (self._routing.is_auto and len(self._roles) > 1)
+
+    @property
+    def trains(self):
+        """Whether a forward that began now would be a planned one. One without gradients is a reference or an evaluation."""
+        return self._in_training_step and bool(self._roles) and torch.is_grad_enabled()
 
     @property
     def n_ordered(self):
@@ -231,11 +296,17 @@ class Session:
         Returns:
             What `forward` returns.
         """
-        if not self.visits:
+        if not self.trains:
             return forward()
-        self._require_no_failure("the loop went on")
+        self._update_begins(step.model)
+        if self.routes:
+            self._require_no_failure("the loop went on")
         try:
-            return self._visit(step, forward)
+            with self.probe.recording(step, forward):
+                if self.routes:
+                    return self._visit(step, forward)
+                self.stats.exact_steps += 1
+                return forward()
         except BaseException:
             self._failed_at = self._failed_at or f"sample {self._sample}, visited step {self._position}"
             raise
@@ -359,6 +430,16 @@ class Session:
     @contextmanager
     def solver_input(self, model_output):
         """What the solver step gets in place of the model output `[B, ...]`; outside a grouped step, the same tensor."""
+        if self.probe.is_replaying:
+            self.probe.replayed(model_output)
+            yield model_output
+            return
+        with self._solver_input(model_output) as value:
+            self.probe.watch(value)
+            yield value
+
+    @contextmanager
+    def _solver_input(self, model_output):
         if self._role in (None, Role.EXACT):
             yield model_output
             return
@@ -469,11 +550,14 @@ class Session:
     def _before_optimizer_step(self, *_):
         try:
             self._require_whole("the optimizer was about to step")
-        except JaggError:
+            self.schedule.before_optimizer_step(self.stats.groups)
+            self._on_update()
+            if self.probe.is_ready:
+                n_routed = sum(len(group) > 1 for group in self._groups)
+                self.probe.measure(n_routed, self._routing.all_groups(len(self._roles)))
+        except BaseException:
             self._failed_at = self._failed_at or "an optimizer step"
             raise
-        self.schedule.before_optimizer_step(self.stats.groups)
-        self._on_update()
 
     def _require_whole(self, event):
         self._require_no_failure(event)

@@ -42,23 +42,40 @@ def patched_copy(out):
     return trainer
 
 
-def train(trainer, out, name, seed):
-    """Run the trainer's own script; its progress bars go to the terminal. Returns the metrics, one dict a training step."""
-    run = out / name
+def train(trainer, run, title, seed, jagg, *flags):
+    """Run the trainer's own script into the folder `run`; its progress bars go to the terminal.
+
+    Args:
+        jagg: the `JAGG_*` settings, a dict.
+        flags: added to the script's own.
+
+    Returns:
+        The metrics, one dict a training step.
+    """
     shutil.rmtree(run, ignore_errors=True)
     settings = {key: value for key, value in os.environ.items() if not key.startswith("JAGG_")}
-    settings |= {
-        "JAGG_ENABLED": str(int(name == "on")),
+    settings |= jagg | {
         "OUTPUT_DIR": str(run),
         "SEED": str(seed),
         "CUDA_VISIBLE_DEVICES": "",  # two processes, whatever the machine has
         "OMP_NUM_THREADS": "1",  # torchrun's own default, said here so that it does not print a warning
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    script = ["bash", "scripts/finetune/finetune_flux_grpo.sh"]
+    script = ["bash", "scripts/finetune/finetune_flux_grpo.sh", *flags]
     if subprocess.run(script, cwd=trainer, env=settings, check=False).returncode:
-        sys.exit(f"the training run with {RUNS[name]} failed; what it printed stands above\nits files are in {run}")
+        sys.exit(f"the training run with {title} failed; what it printed stands above\nits files are in {run}")
+    return read_metrics(run)
+
+
+def read_metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def made_by(command, **more):
+    """Where a result file comes from."""
+    machine = f"{platform.machine()}, {os.cpu_count()} processors"
+    versions = {"jagg": __version__, "torch": torch.__version__}
+    return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more
 
 
 def quartiles(values):
@@ -174,16 +191,9 @@ def main():
     metrics = {}
     for name, title in RUNS.items():
         print(f"\n== {title}: scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}", flush=True)
-        metrics[name] = train(trainer, out, name, args.seed)
+        metrics[name] = train(trainer, out / name, title, args.seed, {"JAGG_ENABLED": str(int(name == "on"))})
     results = compare(metrics)
-    results["made_by"] = {
-        "command": "./apply.sh --demo",
-        "date": date.today().isoformat(),
-        "seed": args.seed,
-        "jagg": __version__,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-    }
+    results["made_by"] = made_by("./apply.sh --demo", seed=args.seed)
     (out / "comparison.json").write_text(json.dumps(results, indent=2) + "\n")
     plot_rewards(metrics, out / "reward.png")
     n_steps = len(metrics["off"])

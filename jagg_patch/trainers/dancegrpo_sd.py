@@ -108,6 +108,7 @@ class StableDiffusionTrainer:
 
         @functools.wraps(pipeline_with_logprob)
         def wrapped_pipeline_with_logprob(pipeline, *args, **kwargs):
+            session.rollout_begins()
             result = pipeline_with_logprob(pipeline, *args, **kwargs)
             _, _, _, log_probs = result
             rollout.add(len(log_probs[0]), pipeline.scheduler.timesteps)
@@ -146,7 +147,7 @@ class StableDiffusionTrainer:
                 with session.solver_input(output.sample) as proxy:
                     return type(output)(sample=proxy)  # of which a loss can use nothing but the proxy
 
-            if not session.visits:
+            if not session.trains:
                 return call(model, sample, timestep, *args, **kwargs)
             copies = 2 if flags.config.train.cfg else 1  # with guidance the batch is there twice
 

@@ -11,7 +11,8 @@ from . import wrap
 
 @dataclass(frozen=True)
 class FlowGrpoTrainer:
-    """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step.
+    """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step,
+    `rollout` the function that samples a batch.
 
     `trains_window` says that it trains the SDE window where one is set, else all steps but the last, and not
     `timestep_fraction` of them. `is_accelerate` says who starts the process group: accelerate, or the trainer itself
@@ -19,6 +20,7 @@ class FlowGrpoTrainer:
     """
 
     name: str
+    rollout: str = "pipeline_with_logprob"
     trains_window: bool = False
     checkpoints: bool | str = False  # or the name of the setting that says so
     is_accelerate: bool = True
@@ -34,6 +36,7 @@ class FlowGrpoTrainer:
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
         for function, parameters in self.parameters.items():
             require_parameters(namespace, function, parameters)
+        require_parameters(namespace, self.rollout, ())
         if self.is_accelerate:
             require_class(namespace, "Accelerator")
         else:
@@ -85,6 +88,7 @@ class FlowGrpoTrainer:
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
+            self.rollout: wrap.before(namespace[self.rollout], session.rollout_begins),
             "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
             "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session),
         }
@@ -102,7 +106,7 @@ TRAINERS = {
         FlowGrpoTrainer("train_flux"),
         FlowGrpoTrainer("train_flux_fast", trains_window=True),
         FlowGrpoTrainer("train_flux_kontext"),
-        FlowGrpoTrainer("train_wan2_1", checkpoints=True),
+        FlowGrpoTrainer("train_wan2_1", rollout="wan_pipeline_with_logprob", checkpoints=True),
         FlowGrpoTrainer("train_qwenimage", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
         FlowGrpoTrainer("train_qwenimage_edit", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
     )

@@ -4,6 +4,7 @@ import functools
 import inspect
 from contextlib import nullcontext
 
+from ..config import AUTO
 from ..errors import JaggError
 from ..intercept import ForwardingModule, called_from
 from ..plan import plan_groups
@@ -34,6 +35,17 @@ def solver_step(function, session):
             return function(*bound.args, **bound.kwargs)
 
     return wrapped_solver_step
+
+
+def before(function, call):
+    """`function`, with `call()` before each of its calls."""
+
+    @functools.wraps(function)
+    def wrapped_function(*args, **kwargs):
+        call()
+        return function(*args, **kwargs)
+
+    return wrapped_function
 
 
 def torch_with_order(torch, lines, order):
@@ -103,7 +115,7 @@ def start_with(namespace, name, begin, before=False):
 
 def require_fit(accelerator, n_visited, config):
     """Raise `JaggError` if groups are planned and accelerate's engine, or when it syncs gradients, doesn't suit them."""
-    if not plan_groups(n_visited, config):
+    if not (plan_groups(n_visited, config) or config.frac == AUTO):
         return
     engine = accelerator.distributed_type.value
     if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):

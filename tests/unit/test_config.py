@@ -21,6 +21,8 @@ def test_defaults():
         "frac": 0.6,
         "schedule": "auto",
         "aggregation": "interpolate",
+        "probe_every": 0,
+        "log": "",
     }
 
 

@@ -42,7 +42,7 @@ def compute_log_prob(transformer, scheduler, sample, j, config):
     )
 
 
-def roll_out(policy, scheduler, config, n_steps):
+def pipeline_with_logprob(policy, scheduler, config, n_steps):
     timesteps = torch.linspace(1000, 0, config.sample.num_steps + 1)[:n_steps].repeat(config.batch_size, 1)
     latents, log_probs = [torch.randn(config.batch_size, 2)], []
     with torch.no_grad():
@@ -68,7 +68,8 @@ def main(_):
     policy, optimizer = accelerator.prepare(config.policy, config.optimizer)
     scheduler = SimpleNamespace(step=1 / config.sample.num_steps)
     for _ in range(config.n_epochs):
-        samples = [roll_out(policy, scheduler, config, n_train) for _ in range(config.train.gradient_accumulation_steps)]
+        n_batches = config.train.gradient_accumulation_steps
+        samples = [pipeline_with_logprob(policy, scheduler, config, n_train) for _ in range(n_batches)]
         for sample in samples:
             advantages = sample["rewards"] - sample["rewards"].mean()
             for j in range(n_train):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tune the digit model: two ranks on one machine. Output goes to $OUTPUT_DIR, the seed is $SEED.
+# Fine-tune the digit model: two ranks on one machine. Output goes to $OUTPUT_DIR, the seed is $SEED; flags are added to those below.
 torchrun --standalone --nproc_per_node=2 \
     fastvideo/train_grpo_flux.py \
     --seed "${SEED:-42}" \
@@ -16,4 +16,5 @@ torchrun --standalone --nproc_per_node=2 \
     --sampling_steps 16 \
     --timestep_fraction 0.6 \
     --eta 0.7 \
-    --shift 3
+    --shift 3 \
+    "$@"

@@ -1,0 +1,201 @@
+"""What the log of a run (JAGG_LOG, with JAGG_PROBE_EVERY) says of its gradients, and which frac and W to choose."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, median, pstdev
+
+from ..config import JaggConfig
+from ..cost import StepCost, training_step_cost, update_cost
+from ..errors import JaggError
+from ..plan import plan_groups
+
+SAME = ("trainer", "aggregation", "trajectory", "visited", "sampled_steps", "step_cost")  # in all records of a report
+FEW = 3  # probes: nothing is recommended on fewer, unless there are no more
+
+
+def add_arguments(parser):
+    parser.add_argument("logs", type=Path, nargs="+", metavar="RUN.jsonl", help="of one run, or of several runs alike")
+    parser.add_argument(
+        "--threshold", type=float, default=0.8, help="the least mean cosine of a group that is routed (default 0.8)"
+    )
+    parser.add_argument("--out", type=Path, help="a folder that gets report.png and report.json")
+
+
+def run(args):
+    records = [record for log in args.logs for record in read(log)]
+    probed = [record for record in records if record["probe"]]
+    if not probed:
+        raise JaggError(
+            f"{', '.join(map(str, args.logs))}: {len(records)} training steps, none of them probed\n"
+            "run with JAGG_PROBE_EVERY=10, say, for long enough"
+        )
+    for record in probed:
+        for name in SAME:
+            if record[name] != probed[0][name]:
+                raise JaggError(
+                    f"the logs are of runs that aren't alike: {name} is {probed[0][name]} and {record[name]}\n"
+                    "report on them one at a time"
+                )
+    found = cosines(probed)
+    options = choices(found, probed[0], args.threshold)
+    print(describe(records, probed, found, options, args.threshold))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        report = {
+            "threshold": args.threshold,
+            "groups": [entry | {"cosines": values} for entry, values in found],
+            "choices": options,
+        }
+        (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        plot(probed, found, args.threshold, args.out / "report.png")
+        print(f"in {args.out}: report.png, report.json")
+
+
+def read(path):
+    """The records of a log. A last line that a killed run left half-written is passed over."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JaggError(f"{path}: {error}\nname the file that JAGG_LOG named in the run") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            [record[name] for name in (*SAME, "probe")]
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise JaggError(f"{path}, line {number}: not a record of a training step\nname a log of JAGG_LOG") from None
+            continue
+        records.append(record)
+    return records
+
+
+def cosines(probed):
+    """`({"group_size", "groups": [[start, steps], …]}, [cosines of each group, …])` for each way in which steps were grouped."""
+    found = defaultdict(list)
+    for record in probed:
+        for probe in record["probe"]:
+            found[probe["group_size"], tuple((group["start"], group["steps"]) for group in probe["groups"])].append(
+                probe["groups"]
+            )
+    return [
+        (
+            {"group_size": size, "groups": groups},
+            [[probe[n]["cosine"] for probe in probes if probe[n]["cosine"] is not None] for n in range(len(groups))],
+        )
+        for (size, groups), probes in sorted(found.items())
+    ]
+
+
+def choices(found, record, threshold):
+    """Every `group_size` and `frac` whose groups were measured and have mean cosines of `threshold` or more, cheapest first."""
+    visited, sampled, cost = record["visited"], record["sampled_steps"], StepCost(**record["step_cost"])
+    options = []
+    for entry, values in found:
+        groups = [range(start, start + steps) for start, steps in entry["groups"]]
+        for n in range(1, len(groups) + 1):
+            if not values[n - 1] or fmean(values[n - 1]) < threshold:
+                break
+            config = JaggConfig(group_size=entry["group_size"], frac=as_frac(groups[n - 1].stop, visited))
+            planned = [group for group in plan_groups(visited, config) if len(group) > 1]
+            if planned != groups[:n]:
+                continue  # that many steps would be grouped in another way than they were measured in
+            options.append(
+                {
+                    "group_size": config.group_size,
+                    "frac": config.frac,
+                    "groups": [len(group) for group in planned],
+                    "lowest_mean_cosine": min(map(fmean, values[:n])),
+                    "probes": min(map(len, values[:n])),
+                    "update": [update_cost(visited, plan, cost) for plan in ((), planned)],
+                    "training_step": [training_step_cost(visited, sampled, plan, cost) for plan in ((), planned)],
+                }
+            )
+    return sorted(options, key=lambda option: (option["update"][1], -option["lowest_mean_cosine"]))
+
+
+def as_frac(n_routed, n_visited):
+    """The shortest decimal that routes `n_routed` of `n_visited` steps."""
+    for digits in range(1, 10):
+        frac = math.ceil(10**digits * n_routed / n_visited - 1e-9) / 10**digits
+        if int(frac * n_visited + 1e-9) == n_routed:
+            return frac
+    raise AssertionError(f"{n_routed} of {n_visited}")
+
+
+def describe(records, probed, found, options, threshold):
+    first = probed[0]
+    seconds = {name: median(record[f"{name}_seconds"] for record in records) for name in ("rollout", "update")}
+    share = sum(record["probe_seconds"] for record in records) / sum(
+        record[f"{name}_seconds"] for record in records for name in ("rollout", "update", "probe")
+    )
+    lines = [
+        f"{first['trainer']}: {len(records)} training steps, {len(probed)} probed; {first['visited']} of "
+        f"{first['trajectory']} steps visited, aggregation {first['aggregation']}",
+        f"a training step: rollout {seconds['rollout']:.3g} s, update {seconds['update']:.3g} s (medians); the probes took {share:.1%} "
+        "of the time",
+        "",
+        "cosine of a group's gradient to the exact one, mean ± sd (lowest) over the probes, noisiest group first",
+    ]
+    for entry, values in found:
+        sizes = "+".join(str(steps) for _, steps in entry["groups"])
+        shown = "   ".join(
+            f"{fmean(v):.3f} ± {pstdev(v):.3f} ({min(v):.3f})" if v else "unknown: its gradients were zero" for v in values
+        )
+        lines.append(f"  W={entry['group_size']:<3} {sizes:<12} {shown}   n={max(map(len, values))}")
+    lines += [
+        "",
+        f"what keeps every group's mean at {threshold:g} or above, by the cost model, in forwards per sample, cheapest first",
+    ]
+    for option in options:
+        (update, new_update), (whole, new_whole) = option["update"], option["training_step"]
+        lines.append(
+            f"  W={option['group_size']:<3} frac {option['frac']:<7g} {'+'.join(map(str, option['groups'])):<12} lowest "
+            f"{option['lowest_mean_cosine']:.3f}   update {update:g} -> {new_update:g} ({update / new_update:.2f}x), "
+            f"with sampling {whole:g} -> {new_whole:g} ({whole / new_whole:.2f}x)"
+        )
+    if options:
+        best = next((option for option in options if option["probes"] >= FEW), options[0])
+        lines.append(f"recommended: JAGG_GROUP_SIZE={best['group_size']} JAGG_FRAC={best['frac']:g}")
+        if best["probes"] < FEW:
+            lines.append(f"  measured {best['probes']} times only: probe more training steps before you rely on it")
+    else:
+        lines.append("  nothing: run with JAGG_ENABLED=0, or look at the groups above with a lower --threshold")
+    return "\n".join(lines)
+
+
+def plot(probed, found, threshold, path):
+    try:
+        import matplotlib
+    except ImportError:
+        raise JaggError("the picture needs matplotlib\npip install matplotlib, or leave --out away") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for entry, values in found:
+        points = [(start + (steps - 1) / 2, v) for (start, steps), v in zip(entry["groups"], values, strict=True) if v]
+        x, mean = [x for x, _ in points], [fmean(v) for _, v in points]
+        spread = [pstdev(v) for _, v in points]
+        sizes = "+".join(str(steps) for _, steps in entry["groups"])
+        left.errorbar(x, mean, yerr=spread, marker="o", capsize=3, label=f"W={entry['group_size']}: {sizes}")
+    left.set(
+        xlabel="visited step, noisiest first (a group's middle)", ylabel="cosine to the exact gradient (bar: sd over probes)"
+    )
+    own = [(record["training_step"], record["probe"][0]["groups"]) for record in probed]
+    for n in range(max(len(groups) for _, groups in own)):
+        points = [(step, groups[n]) for step, groups in own if n < len(groups) and groups[n]["cosine"] is not None]
+        if not points:
+            continue
+        (line,) = right.plot([step for step, _ in points], [group["cosine"] for _, group in points], label=f"group {n}")
+        for routed, marker in ((True, "o"), (False, "x")):
+            x, y = [s for s, g in points if g["routed"] is routed], [g["cosine"] for s, g in points if g["routed"] is routed]
+            right.plot(x, y, marker, color=line.get_color())
+    right.set(xlabel="training step", ylabel="cosine (dot: routed, cross: not)")
+    for axis in (left, right):
+        axis.axhline(threshold, color="gray", linewidth=0.8, linestyle=":")
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,73 @@
+"""The log of a run: one record a training step, as a line of JSON and in the trainer's own wandb run."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .errors import JaggError
+
+
+class Stopwatch:
+    """Seconds of a training step's rollout and update, by a clock that waits for the GPU."""
+
+    def __init__(self):
+        self._began = self._update_began = None
+
+    def rollout_begins(self):
+        self._began, self._update_began = self._now(), None
+
+    def update_begins(self):
+        if self._update_began is None:
+            self._update_began = self._now()
+
+    @property
+    def in_update(self):
+        return self._update_began is not None
+
+    def seconds(self):
+        """`(rollout, update)` up to now."""
+        return self._update_began - self._began, self._now() - self._update_began
+
+    @staticmethod
+    def _now():
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class Log:
+    """Appends to the file at `path`, where one is named. Raises `JaggError` if it can't be written to."""
+
+    def __init__(self, path):
+        self._path = Path(path).expanduser() if path else None
+        self._defined_in = None  # the wandb run that knows our x axis
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._path, "a"):
+                    pass
+            except OSError as error:
+                raise JaggError(f"the log can't be written: {error}\ngive JAGG_LOG the path of a file, or unset it") from None
+
+    def write(self, record):
+        if self._path is not None:
+            with open(self._path, "a") as file:  # each time: a full disk or a moved file then fails here, not at the end
+                file.write(json.dumps(record) + "\n")
+        self._to_wandb(record)
+
+    def _to_wandb(self, record):
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            return
+        if run is not self._defined_in:
+            run.define_metric("jagg/*", step_metric="jagg/training_step")
+            self._defined_in = run
+        values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+        for probe in record["probe"] or ():
+            prefix = f"cosine_W{probe['group_size']}"
+            values |= {f"{prefix}/{n}": group["cosine"] for n, group in enumerate(probe["groups"]) if group["cosine"] is not None}
+        # Not committed: the trainer's own steps go on as they are.
+        run.log({f"jagg/{name}": value for name, value in values.items()}, commit=False)

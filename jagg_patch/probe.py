@@ -1,0 +1,196 @@
+"""The probe: inside a run, how near each group's gradient is to the exact one.
+
+Every so many training steps it keeps the first sample's training forwards and the upstream gradients that the trainer's losses
+gave. Right before the next optimizer step, when the engine is done with its gradients, it runs those forwards again, through the
+engine, with one backward a step for the exact gradient and two a group for JAGG's, and compares. The update's own gradients are
+set aside meanwhile, and random numbers put back, so that training goes on as if nothing had been.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from .engines import gradients_set_aside
+from .errors import JaggError
+from .joint import endpoint_weights, weighted_sum
+from .plan import alphas, whole_groups
+from .quality import agreement, sums
+
+OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A training forward that can be run again: as it was called, in what autocast and random state."""
+
+    step: object
+    run: Callable
+    autocast: list
+    random: list
+    upstream_grad: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, step, run):
+        cached = torch.is_autocast_cache_enabled()
+        autocast = [
+            dict(
+                device_type=device,
+                dtype=torch.get_autocast_dtype(device),
+                enabled=torch.is_autocast_enabled(device),
+                cache_enabled=cached,
+            )
+            for device in ("cpu", "cuda")
+        ]
+        random = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+        return cls(step, run, autocast, random)
+
+    def again(self):
+        """Run it, for what it does on the way."""
+        with ExitStack() as stack:
+            for state in self.autocast:
+                if state["enabled"]:
+                    stack.enter_context(torch.autocast(**state))
+            torch.set_rng_state(self.random[0])
+            if len(self.random) > 1:
+                torch.cuda.set_rng_state(self.random[1])
+            self.run()
+
+    def add(self, grad):
+        self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
+
+
+class Probe:
+    """Keeps the forwards of one sample, or micro-batch, of a training step, and measures its groups."""
+
+    def __init__(self, config):
+        self._config = config
+        self._n_probes = 0
+        self.begin(0, 0)
+
+    def begin(self, training_step, n_visited):
+        """A training step's update, of `n_visited` steps a sample, is about to begin."""
+        every = self._config.probe_every
+        self._n_awaited = n_visited if every and training_step % every == 0 else 0
+        self._forwards = []
+        self._watched = None  # the one that is running
+        self._outputs = None  # while a forward runs again: the model outputs that its solver step is given
+        self.seconds = 0.0
+        self.result = None
+
+    @property
+    def records(self):
+        """Whether the next visited step is one of the sample's."""
+        return self.result is None and len(self._forwards) < self._n_awaited
+
+    @contextmanager
+    def recording(self, step, run):
+        """Around the call of `run()` for `step`, as `Session.run_step` knows them."""
+        if self.records:
+            self._forwards.append(_Forward.of(step, run))
+            self._watched = self._forwards[-1]
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def watch(self, value):
+        """`value` is what the solver step gets in place of the model output; its gradient is the step's s_j."""
+        if self._watched is not None and value.requires_grad:
+            value.register_hook(self._watched.add)
+
+    @property
+    def is_replaying(self):
+        return self._outputs is not None
+
+    def replayed(self, model_output):
+        self._outputs.append(model_output.clone())  # the trainer may change its own in place
+
+    @property
+    def is_ready(self):
+        return self._n_awaited > 0 and self.result is None and len(self._forwards) == self._n_awaited
+
+    def measure(self, n_routed_groups, own_groups):
+        """Compare; all ranks at once. Sets `result`, one dict a group size, and `seconds`.
+
+        Args:
+            n_routed_groups: how many of `own_groups`, the first ones, are routed.
+            own_groups: the groups of the run's own group size, those that aren't routed included.
+        """
+        start = time.perf_counter()
+        forwards = sorted(self._forwards, key=lambda forward: forward.step.indices)  # as they come, where nothing is routed
+        partitions = [(self._config.group_size, own_groups)]
+        others = [(size, whole_groups(len(forwards), size)) for size in OTHER_SIZES]
+        others = [(size, groups) for size, groups in others if groups != own_groups]
+        partitions += [others[self._n_probes % len(others)]] if others else []
+        self._n_probes += 1
+
+        for earlier, later in pairwise(forwards):
+            if any(i >= j for i, j in zip(earlier.step.indices, later.step.indices, strict=True)):
+                raise JaggError(
+                    "probe: the samples of a batch have their steps in orders of their own, unsorted, since nothing is grouped\n"
+                    "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
+                )
+        missing = [n for n, forward in enumerate(forwards) if forward.upstream_grad is None]
+        if missing:
+            raise JaggError(
+                f"probe: no gradient arrived for visited step {missing[0]} of the training step's first sample\n"
+                "every step's loss needs its own .backward() before the optimizer step: run without JAGG_PROBE_EVERY"
+            )
+        with self._nothing_changed(forwards[0].step.model) as take:
+            mine = [[self._sums(forwards[group.start : group.stop], take) for group in groups] for _, groups in partitions]
+        everyone = [mine]
+        if dist.is_available() and dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)  # added up in the same order everywhere, so that all ranks get the same
+        self.result = []
+        for n, (size, groups) in enumerate(partitions):
+            rows = []
+            for m, group in enumerate(groups):
+                cosine, error = agreement([sum(values) for values in zip(*(sums[n][m] for sums in everyone), strict=True)])
+                members = forwards[group.start : group.stop]
+                rows.append(
+                    {
+                        "start": group.start,
+                        "steps": len(group),
+                        "timesteps": [forward.step.timesteps.flatten()[0].item() for forward in members],
+                        "routed": n == 0 and m < n_routed_groups,
+                        "cosine": cosine,
+                        "relative_error": error,
+                    }
+                )
+            self.result.append({"group_size": size, "groups": rows})
+        self._forwards = []
+        self.seconds = time.perf_counter() - start
+
+    @contextmanager
+    def _nothing_changed(self, model):
+        on_gpu = torch.cuda.is_initialized()
+        devices = [torch.cuda.current_device()] if on_gpu else []
+        with torch.random.fork_rng(devices), torch.enable_grad(), gradients_set_aside(model) as take:
+            yield take
+
+    def _sums(self, forwards, take):
+        """`quality.sums` of one group, over this rank's shard."""
+        timesteps = torch.stack([forward.step.timesteps.reshape(-1) for forward in forwards])
+        base, corr = endpoint_weights(alphas(timesteps), self._config.aggregation)
+        upstream_grads = [forward.upstream_grad for forward in forwards]
+        for forward, weights in ((forwards[0], base), (forwards[-1], corr)):
+            self._backward(forward, weighted_sum(upstream_grads, weights))
+        jagg = take()
+        for forward, grad in zip(forwards, upstream_grads, strict=True):
+            self._backward(forward, grad)
+        return sums(jagg, take())
+
+    def _backward(self, forward, grad):
+        self._outputs = []
+        try:
+            forward.again()
+            (output,) = self._outputs
+        finally:
+            self._outputs = None
+        torch.autograd.backward(output, grad)

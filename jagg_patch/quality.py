@@ -1,0 +1,34 @@
+"""How near a gradient is to the exact one: cosine and relative error, from sums that add up over shards."""
+
+import math
+from typing import NamedTuple
+
+
+class Agreement(NamedTuple):
+    """Between an approximate gradient a and the exact one e; None where one of them is zero.
+
+    `cosine` is `a·e / |a||e|`; it says how well the direction is kept, which is what an optimizer that rescales steps (Adam, a
+    clipped norm) goes by. `relative_error` is `|a - e| / |e|`.
+    """
+
+    cosine: float | None
+    relative_error: float | None
+
+
+def sums(approximate, exact):
+    """`(a·e, a·a, e·e, |a-e|²)` in float64 over pairs of tensors of equal shapes; a list, to be added up over shards."""
+    total = [0.0] * 4
+    for a, e in zip(approximate, exact, strict=True):
+        a, e = a.double().flatten(), e.double().flatten()
+        difference = a - e
+        for place, value in enumerate((a @ e, a @ a, e @ e, difference @ difference)):
+            total[place] += value.item()
+    return total
+
+
+def agreement(sums):
+    """The `Agreement` that `sums` come to. Sums that aren't finite or are zero give None."""
+    dot, approximate, exact, difference = sums
+    if not (all(map(math.isfinite, sums)) and approximate > 0 and exact > 0):
+        return Agreement(None, None)
+    return Agreement(dot / math.sqrt(approximate * exact), math.sqrt(difference / exact))

@@ -1,0 +1,58 @@
+"""Which groups of the next update are routed: those of `plan_groups`, or, under `frac=auto`, as many as the probe finds good.
+
+Both bounds lie around the published cosines of routed groups, 0.74 to 0.85. Two probes in a row must agree, so that one unlucky
+sample moves nothing.
+"""
+
+from .config import AUTO
+from .plan import groups_at_start, plan_groups, whole_groups
+
+GROW = 0.85  # the first group that isn't routed must reach this to be
+SHRINK = 0.75  # a routed group below this isn't any more, nor those after it
+AGREEING = 2  # probes in a row
+
+
+class Routing:
+    """The routed groups of a trajectory; `say` is called with the line that tells of a change."""
+
+    def __init__(self, config, say=lambda line: None):
+        self._config = config
+        self._say = say
+        self._n_routed = None  # groups, under auto
+        self._wish, self._n_wishes = None, 0
+
+    def groups(self, n_steps):
+        """Routed groups among `n_steps` visited ones, as `plan_groups` returns them."""
+        if not self.is_auto:
+            return plan_groups(n_steps, self._config)
+        if self._n_routed is None:
+            self._n_routed = groups_at_start(n_steps, self._config.group_size)
+        return whole_groups(n_steps, self._config.group_size)[: self._n_routed]
+
+    def all_groups(self, n_steps):
+        """The routed groups, and what would be groups among the other steps; those of one step, which are exact, left out."""
+        routed = () if self.is_auto else self.groups(n_steps)
+        n_routed = sum(map(len, routed))
+        groups = routed + whole_groups(n_steps - n_routed, self._config.group_size, start=n_routed)
+        return tuple(group for group in groups if len(group) > 1)
+
+    @property
+    def is_auto(self):
+        return self._config.enabled and self._config.frac == AUTO
+
+    def after_probe(self, cosines):
+        """Follow a probe: `cosines` of `all_groups`, the same on every rank; None where unknown."""
+        if not self.is_auto or None in cosines:
+            return
+        n_good = next((n for n, cosine in enumerate(cosines[: self._n_routed]) if cosine < SHRINK), self._n_routed)
+        if n_good == self._n_routed < len(cosines) and cosines[n_good] >= GROW:
+            n_good += 1
+        wish = (n_good > self._n_routed) - (n_good < self._n_routed)
+        self._n_wishes = self._n_wishes + 1 if wish == self._wish else 1
+        self._wish = wish
+        if wish and self._n_wishes >= AGREEING:
+            measured = " ".join(f"{cosine:.3f}" for cosine in cosines)
+            self._say(
+                f"JAGG: {n_good} of {len(cosines)} groups are routed from here on, {self._n_routed} before: cosines {measured}"
+            )
+            self._n_routed, self._wish, self._n_wishes = n_good, None, 0

@@ -1,0 +1,180 @@
+"""Reward parity on the mini trainer: JAGG, its ablation, and training fewer steps for the same cost, over several seeds.
+
+`python upstream/parity.py OUT` runs the trainer's own script once an arm and seed (about forty minutes on two otherwise idle
+cores; a run that was cut off goes on where it was) and writes `parity.json` and `parity.png` to OUT.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from demo import made_by, patched_copy, read_metrics, train
+from tqdm.auto import tqdm
+
+from jagg_patch import JaggConfig, plan_groups
+from jagg_patch.cost import training_step_cost
+
+SAMPLED, TRAINABLE = 16, 15  # steps of the script's trajectories
+N_TRAINING_STEPS = 30  # the script's
+FINAL = 10  # training steps at the end that "final reward" averages over
+TRAILING = 5  # training steps that a curve is smoothed over before it is asked when it has reached something
+SHARE = 0.9  # of the baseline's gain
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: `JAGG_*` settings, and how many of the 15 steps are trained."""
+
+    jagg: dict = field(default_factory=dict)
+    visited: int = 9
+
+    @property
+    def flags(self):
+        return ["--timestep_fraction", f"{(self.visited + 0.5) / TRAINABLE:.3f}"]  # the trainer rounds down
+
+    @property
+    def cost(self):
+        """Forwards of one sample, rollout included."""
+        config = JaggConfig.from_env(self.jagg)
+        return training_step_cost(self.visited, SAMPLED, plan_groups(self.visited, config))
+
+
+BASELINE = "baseline: 9 of 15 steps"
+OFF = {"JAGG_ENABLED": "0"}
+ARMS = {
+    BASELINE: Arm(OFF),
+    "JAGG, frac 0.6": Arm(),
+    "JAGG, frac 1": Arm({"JAGG_FRAC": "1"}),
+    "endpoints only, frac 1": Arm({"JAGG_FRAC": "1", "JAGG_AGGREGATION": "endpoints"}),
+    "7 of 15 steps, no JAGG": Arm(OFF, 7),  # the cost of frac 0.6, to one forward
+    "5 of 15 steps, no JAGG": Arm(OFF, 5),  # the cost of frac 1
+}
+
+
+def first_reaching(rewards, level):
+    """The training step, from 1, at which the mean of the last five rewards is first at `level`; None if it never is."""
+    smooth = np.convolve(rewards, np.full(TRAILING, 1 / TRAILING), "valid")
+    reached = np.flatnonzero(smooth >= level)
+    return int(reached[0]) + TRAILING if len(reached) else None
+
+
+def mean_and_error(values):
+    """Mean, and standard error from the spread between seeds; None without values, and no error with one."""
+    if not values:
+        return None, None
+    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
+def compare(runs):
+    """Everything that the table says, from `{arm: {seed: metrics}}`.
+
+    The base policy's reward is that of the first training step, before any update, over all runs of all arms.
+    """
+    rewards = {arm: [[row["reward"] for row in rows] for rows in seeds.values()] for arm, seeds in runs.items()}
+    start = float(np.mean([curve[0] for curves in rewards.values() for curve in curves]))
+    finals = {arm: [float(np.mean(curve[-FINAL:])) for curve in curves] for arm, curves in rewards.items()}
+    level = start + SHARE * (float(np.mean(finals[BASELINE])) - start)
+    results = {"reward_before": start, "level": level, "arms": {}}
+    for arm, curves in rewards.items():
+        # the first training step warms up
+        seconds = float(np.median([row["seconds"] for rows in runs[arm].values() for row in rows[1:]]))
+        reached = [step for step in (first_reaching(curve, level) for curve in curves) if step]
+        steps = mean_and_error(reached)
+        differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[BASELINE], strict=True)]
+        results["arms"][arm] = {
+            "forwards_per_sample": ARMS[arm].cost,
+            "seconds_per_training_step": seconds,
+            "final_reward": mean_and_error(finals[arm]),
+            "final_reward_minus_baseline": mean_and_error(differences),  # same seed, same prompts and first rollout
+            "seeds_that_reach_the_level": len(reached),
+            "training_steps_to_level": steps,
+            "forwards_to_level": [x if x is None else x * ARMS[arm].cost for x in steps],
+            "seconds_to_level": [x if x is None else x * seconds for x in steps],
+        }
+    return results
+
+
+def table(results, n_seeds):
+    def number(pair, digits):
+        mean, error = pair
+        return "never" if mean is None else f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+    lines = [
+        f"{'':<26}{'forwards':>9}{'final reward':>17}{'minus baseline':>19}"
+        f"{'to 90 % of the gain: steps':>28}{'forwards':>13}{'seconds':>12}{'seeds':>7}"
+    ]
+    for arm, row in results["arms"].items():
+        lines.append(
+            f"{arm:<26}{row['forwards_per_sample']:>9g}{number(row['final_reward'], 4):>17}"
+            f"{number(row['final_reward_minus_baseline'], 4):>19}{number(row['training_steps_to_level'], 1):>28}"
+            f"{number(row['forwards_to_level'], 0):>13}{number(row['seconds_to_level'], 1):>12}"
+            f"{row['seeds_that_reach_the_level']:>4}/{n_seeds}"
+        )
+    lines += [
+        "",
+        f"reward before training {results['reward_before']:.4f}; 90 % of the baseline's gain is {results['level']:.4f}",
+        f"± standard error over {n_seeds} seeds; forwards: of one sample a training step, rollout included, by the cost model",
+        f"final reward: the last {FINAL} training steps; a level counts as reached when the mean of {TRAILING} steps is there",
+    ]
+    return "\n".join(lines)
+
+
+def plot(runs, results, path):
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
+    for arm, seeds in runs.items():
+        curves = np.array([[row["reward"] for row in rows] for rows in seeds.values()])
+        mean, error = curves.mean(0), curves.std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0 * curves[0]
+        steps = np.arange(1, curves.shape[1] + 1)
+        for axis, x in zip(axes, (steps, steps * results["arms"][arm]["seconds_per_training_step"]), strict=True):
+            axis.plot(x, mean, label=arm)
+            axis.fill_between(x, mean - error, mean + error, alpha=0.2)
+    for axis in axes:
+        axis.axhline(results["level"], color="gray", linewidth=0.8, linestyle=":")
+    axes[0].set(xlabel="training step", ylabel="mean reward over seeds (band: standard error)")
+    axes[1].set(xlabel="seconds of training (steps times the arm's median step)")
+    axes[1].legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103, 104, 105])
+    args = parser.parse_args()
+    out = args.out.resolve()
+    if out.is_dir() and any(out.iterdir()) and not (out / "trainer").is_dir():
+        sys.exit(f"{out} has files that are not this script's\nname an empty or a new folder: python upstream/parity.py OUT")
+    out.mkdir(parents=True, exist_ok=True)
+
+    trainer = patched_copy(out)
+    runs = {arm: {} for arm in ARMS}
+    # Arms take turns within a seed, each seed beginning with another one: what else the machine does meets all alike.
+    order = [(seed, arm) for n, seed in enumerate(args.seeds) for arm in [*list(ARMS)[n % 6 :], *list(ARMS)[: n % 6]]]
+    for seed, arm in tqdm(order, desc="Runs"):
+        run = out / "runs" / f"{list(ARMS).index(arm)}-{seed}"
+        rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+        if len(rows) < N_TRAINING_STEPS:
+            rows = train(trainer, run, arm, seed, ARMS[arm].jagg, *ARMS[arm].flags)
+        runs[arm][seed] = rows
+
+    results = compare(runs)
+    kept = ("reward", "reward_sem", "seconds", "update_seconds", "backward_passes")
+    results["runs"] = {
+        arm: {seed: {key: [round(row[key], 5) for row in rows] for key in kept} for seed, rows in seeds.items()}
+        for arm, seeds in runs.items()
+    }
+    results["made_by"] = made_by("python upstream/parity.py OUT", seeds=args.seeds)
+    (out / "parity.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(runs, results, out / "parity.png")
+    print(f"\n{table(results, len(args.seeds))}\n\nin {out}: parity.json, parity.png", flush=True)
+
+
+if __name__ == "__main__":
+    main()

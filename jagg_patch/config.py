@@ -91,8 +91,6 @@ class JaggConfig:
         for setting in fields(self):
             value = convert(setting, getattr(self, setting.name), setting.name)
             object.__setattr__(self, setting.name, value)
-        if self.enabled and self.frac == AUTO and not self.probe_every:
-            raise JaggError("frac=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say")
 
     @classmethod
     def from_env(cls, environ=os.environ, **defaults):

@@ -169,10 +169,14 @@ class Probe:
 
     @contextmanager
     def _nothing_changed(self, model):
-        on_gpu = torch.cuda.is_initialized()
-        devices = [torch.cuda.current_device()] if on_gpu else []
-        with torch.random.fork_rng(devices), torch.enable_grad(), gradients_set_aside(model) as take:
-            yield take
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running statistics, say
+        try:
+            with torch.random.fork_rng(devices), torch.enable_grad(), gradients_set_aside(model) as take:
+                yield take
+        finally:
+            for buffer, kept in buffers:
+                buffer.detach().copy_(kept)
 
     def _sums(self, forwards, take):
         """`quality.sums` of one group, over this rank's shard."""

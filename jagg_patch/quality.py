@@ -26,9 +26,9 @@ def sums(approximate, exact):
     return total
 
 
-def agreement(sums):
-    """The `Agreement` that `sums` come to. Sums that aren't finite or are zero give None."""
-    dot, approximate, exact, difference = sums
-    if not (all(map(math.isfinite, sums)) and approximate > 0 and exact > 0):
+def agreement(totals):
+    """The `Agreement` that `sums`, added up over shards, come to. Totals that aren't finite or are zero give None."""
+    dot, approximate, exact, difference = totals = list(totals)
+    if not (all(map(math.isfinite, totals)) and approximate > 0 and exact > 0):
         return Agreement(None, None)
     return Agreement(dot / math.sqrt(approximate * exact), math.sqrt(difference / exact))

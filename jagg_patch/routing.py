@@ -5,6 +5,7 @@ sample moves nothing.
 """
 
 from .config import AUTO
+from .errors import JaggError
 from .plan import groups_at_start, plan_groups, whole_groups
 
 GROW = 0.85  # the first group that isn't routed must reach this to be
@@ -13,9 +14,14 @@ AGREEING = 2  # probes in a row
 
 
 class Routing:
-    """The routed groups of a trajectory; `say` is called with the line that tells of a change."""
+    """The routed groups of a trajectory; `say` is called with the line that tells of a change.
+
+    Raises `JaggError` under `frac=auto` without a probe.
+    """
 
     def __init__(self, config, say=lambda line: None):
+        if config.enabled and config.frac == AUTO and not config.probe_every:
+            raise JaggError("frac=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say")
         self._config = config
         self._say = say
         self._n_routed = None  # groups, under auto

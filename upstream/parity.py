@@ -94,7 +94,7 @@ def compare(runs):
             "final_reward": mean_and_error(finals[arm]),
             "final_reward_minus_baseline": mean_and_error(differences),  # same seed, same prompts and first rollout
             "seeds_that_reach_the_level": len(reached),
-            "training_steps_to_level": steps,
+            "training_steps_to_level": list(steps),
             "forwards_to_level": [x if x is None else x * ARMS[arm].cost for x in steps],
             "seconds_to_level": [x if x is None else x * seconds for x in steps],
         }

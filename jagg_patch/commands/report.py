@@ -134,8 +134,8 @@ def describe(records, probed, found, options, threshold):
     lines = [
         f"{first['trainer']}: {len(records)} training steps, {len(probed)} probed; {first['visited']} of "
         f"{first['trajectory']} steps visited, aggregation {first['aggregation']}",
-        f"a training step: rollout {seconds['rollout']:.3g} s, update {seconds['update']:.3g} s (medians); the probes took {share:.1%} "
-        "of the time",
+        f"a training step: rollout {seconds['rollout']:.3g} s, update {seconds['update']:.3g} s (medians); "
+        f"the probes took {share:.1%} of the time",
         "",
         "cosine of a group's gradient to the exact one, mean ± sd (lowest) over the probes, noisiest group first",
     ]
@@ -147,7 +147,7 @@ def describe(records, probed, found, options, threshold):
         lines.append(f"  W={entry['group_size']:<3} {sizes:<12} {shown}   n={max(map(len, values))}")
     lines += [
         "",
-        f"what keeps every group's mean at {threshold:g} or above, by the cost model, in forwards per sample, cheapest first",
+        f"what keeps every group's mean at {threshold:g}: cheapest first, in forwards per sample by the cost model",
     ]
     for option in options:
         (update, new_update), (whole, new_whole) = option["update"], option["training_step"]

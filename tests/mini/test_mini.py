@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,16 +136,53 @@ def test_ranks_with_different_settings_stop_instead_of_deadlocking(ranks):
         assert torch.equal(records["the run after"]["weights"], records["W=4"]["weights"])
 
 
-def test_the_patched_file_runs_as_the_user_s_script_does(tmp_path):
-    """apply.sh on a copy, then torchrun on the patched file: banner, planned backward count, reward.txt, checkpoint."""
-    copy, out = tmp_path / "mini", tmp_path / "out"
+@pytest.fixture
+def patched(tmp_path):
+    """A copy of the mini trainer with apply.sh's hook."""
+    copy = tmp_path / "mini"
     shutil.copytree(ROOT / "upstream/mini", copy)
     subprocess.run([ROOT / "apply.sh", "--only", "train_grpo_flux", copy], check=True, capture_output=True)
+    return copy
+
+
+def test_a_run_with_frac_auto_logs_what_its_report_reads(patched, tmp_path):
+    """The user's script with the environment alone; good cosines route the second group from the third training step on."""
+    log = tmp_path / "run.jsonl"
+    command = "fastvideo/train_grpo_flux.py --use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
+    command += f" --micro_batch_size 2 --max_train_steps 3 --output_dir {tmp_path / 'out'}"
+    settings = {"JAGG_FRAC": "auto", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": str(log)}
+    printed = torchrun(2, *command.split(), cwd=patched, env=settings)
+    assert "probe: every 1 training steps, one sample on every rank, 39 forwards for" in printed  # (9 + 2 * 2) * 3
+    assert printed.count("JAGG: probe at training step") == 3
+    assert printed.count("JAGG: 2 of 2 groups are routed from here on, 1 before") == 1
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["training_step"] for record in records] == [1, 2, 3]
+    assert [record["groups"] for record in records] == [[5], [5], [5, 4]]
+    assert [record["backward_passes_saved"] for record in records] == [2 * 3, 2 * 3, 2 * (3 + 2)]  # two micro-batches a rank
+    for record in records:
+        own, other = record["probe"]
+        assert [(group["start"], group["steps"], group["routed"]) for group in own["groups"]] == [
+            (0, 5, True),
+            (5, 4, len(record["groups"]) == 2),
+        ]
+        assert all(0.85 < group["cosine"] < 1 for group in own["groups"])
+        assert min(record[f"{part}_seconds"] for part in ("rollout", "update", "probe")) > 0
+    assert [record["probe"][1]["group_size"] for record in records] == [3, 5, 6]
+
+    report = [sys.executable, "-m", "jagg_patch", "report", log, "--out", tmp_path / "report"]  # from the checkout's own copy
+    done = subprocess.run(report, cwd=patched / "fastvideo", capture_output=True, text=True, check=True)
+    assert "recommended: JAGG_GROUP_SIZE=4 JAGG_FRAC=1" in done.stdout
+    assert (tmp_path / "report/report.png").is_file()
+
+
+def test_the_patched_file_runs_as_the_user_s_script_does(patched, tmp_path):
+    """apply.sh on a copy, then torchrun on the patched file: banner, planned backward count, reward.txt, checkpoint."""
+    out = tmp_path / "out"
     command = "fastvideo/train_grpo_flux.py --use_group --gradient_checkpointing --timestep_fraction 0.6 --num_generations 2"
     command += (
         f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
     )
-    printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=copy, env={"JAGG_GROUP_SIZE": "3"})
+    printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=patched, env={"JAGG_GROUP_SIZE": "3"})
     assert printed.count(f"JAGG {__version__} on train_grpo_flux: group_size 3, frac 1") == 1
     assert "9 of 15 steps visited, in trajectory order: 9 in 3 groups (3+3+3), 0 exact" in printed
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -47,6 +47,9 @@ def test_flag_beats_environment_beats_default():
         ("frac", "most", "0 to 1"),
         ("schedule", "both", "auto or joint or sequential"),
         ("aggregation", "mean", "interpolate or endpoints"),
+        ("frac", "automatic", "or auto"),
+        ("probe_every", "-1", "at least 0"),
+        ("probe_every", "2.5", "whole number"),
     ],
 )
 def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):
@@ -60,6 +63,11 @@ def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):
         text = str(error.value)
         assert f"{source}={value!r}" in text and valid in text
         assert len(text.splitlines()) == 2
+
+
+def test_frac_may_be_auto_and_a_flag_may_bring_the_probe_that_it_needs():
+    config = resolve({"JAGG_FRAC": "auto"}, "--jagg_probe_every", "10", "--jagg_log", "run.jsonl")
+    assert (config.frac, config.probe_every, config.log) == ("auto", 10, "run.jsonl")
 
 
 @pytest.mark.parametrize("value", [4.0, True, None])
@@ -80,4 +88,5 @@ def test_the_readme_s_table_lists_every_setting():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     for name, value in JaggConfig().as_dict().items():
         default = str(int(value)) if isinstance(value, bool) else str(value)
-        assert f"| `JAGG_{name.upper()}` | `--jagg_{name}` | `{default}` |" in readme
+        shown = f"`{default}`" if default else "none"
+        assert f"| `JAGG_{name.upper()}` | `--jagg_{name}` | {shown} |" in readme

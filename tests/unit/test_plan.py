@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagg_patch import JaggConfig, JaggError, alphas, plan_groups
-from jagg_patch.plan import Role, step_roles
+from jagg_patch.plan import Role, step_roles, whole_groups
 
 fractions = st.floats(0, 1)
 group_sizes = st.integers(2, 12)
@@ -48,6 +48,22 @@ def test_groups_cut_the_routed_steps_evenly_and_in_order(n_steps, frac, group_si
     if groups:
         assert max(sizes) - min(sizes) <= 1
         assert len(groups) == max(1, math.floor(r / group_size + 0.5))
+
+
+@given(step_counts, group_sizes)
+def test_the_first_of_all_groups_are_the_plan_of_as_many_steps(n_steps, group_size):
+    """What a probe has measured of a trajectory's groups is what a lower frac would route."""
+    groups = whole_groups(n_steps, group_size)
+    for n in range(len(groups) + 1):
+        n_routed = sum(map(len, groups[:n]))
+        if n_routed != 1:
+            assert whole_groups(n_routed, group_size) == groups[:n]
+            assert whole_groups(n_steps - n_routed, group_size, start=n_routed) == groups[n:] or n_steps - n_routed < 2
+
+
+@pytest.mark.parametrize(("n_steps", "sizes"), [(20, [4, 4, 4]), (9, [5]), (11, [4, 4]), (15, [4, 4]), (5, [5]), (1, [])])
+def test_auto_begins_with_six_tenths_of_the_groups(n_steps, sizes):
+    assert [len(group) for group in plan_groups(n_steps, JaggConfig(frac="auto"))] == sizes
 
 
 @given(step_counts, fractions, group_sizes)

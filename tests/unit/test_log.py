@@ -1,0 +1,56 @@
+"""The log: a line of JSON a training step, and the trainer's own wandb run. tests/upstream has the real wandb."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jagg_patch import JaggError
+from jagg_patch.log import Log
+
+RECORD = {
+    "training_step": 3,
+    "schedule": "joint",
+    "update_seconds": 1.5,
+    "groups": [5],
+    "probe": [{"group_size": 4, "groups": [{"cosine": 0.9}, {"cosine": None}]}, {"group_size": 6, "groups": [{"cosine": 0.8}]}],
+}
+
+
+def test_records_are_added_to_the_file_and_its_folder_made(tmp_path):
+    path = tmp_path / "logs/run.jsonl"
+    Log(str(path)).write(RECORD)
+    Log(str(path)).write(RECORD | {"training_step": 4, "probe": None})  # the run goes on from a checkpoint
+    assert [json.loads(line)["training_step"] for line in path.read_text().splitlines()] == [3, 4]
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file/run.jsonl"):
+        with pytest.raises(JaggError, match="the log can't be written"):
+            Log(str(path))
+
+
+def test_without_a_path_only_wandb_gets_it_and_without_a_run_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    run = SimpleNamespace(
+        define_metric=lambda *args, **kwargs: calls.append((args, kwargs)),
+        log=lambda values, commit: calls.append((values, commit)),
+    )
+    wandb = SimpleNamespace(run=None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = Log("")
+    log.write(RECORD)
+    assert calls == []
+    wandb.run = run
+    log.write(RECORD)
+    log.write(RECORD | {"probe": None})
+    plain = {"jagg/training_step": 3, "jagg/update_seconds": 1.5}
+    assert calls == [
+        (("jagg/*",), {"step_metric": "jagg/training_step"}),
+        (plain | {"jagg/cosine_W4/0": 0.9, "jagg/cosine_W6/0": 0.8}, False),
+        (plain, False),
+    ]
+    assert list(tmp_path.iterdir()) == []

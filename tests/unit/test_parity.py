@@ -1,0 +1,82 @@
+"""What upstream/parity.py makes of reward curves; the runs themselves take forty minutes and are committed as a result."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+UPSTREAM = Path(__file__).parents[2] / "upstream"
+
+
+@pytest.fixture(scope="module")
+def parity():
+    sys.path.insert(0, str(UPSTREAM))
+    try:
+        import parity
+
+        yield parity
+    finally:
+        sys.path.remove(str(UPSTREAM))
+
+
+def rows(rewards, seconds=2.0):
+    return [{"reward": reward, "seconds": seconds} for reward in rewards]
+
+
+def ramp(slope, n_steps=30):
+    return [slope * step for step in range(n_steps)]
+
+
+def test_the_arms_cost_what_the_cost_model_says(parity):
+    """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 backward passes of 3."""
+    assert {arm: setup.cost for arm, setup in parity.ARMS.items()} == {
+        "baseline: 9 of 15 steps": 16 + 36,
+        "JAGG, frac 0.6": 16 + 36 - 9,
+        "JAGG, frac 1": 16 + 36 - 9 - 6,
+        "endpoints only, frac 1": 16 + 36 - 9 - 6,
+        "7 of 15 steps, no JAGG": 16 + 28,
+        "5 of 15 steps, no JAGG": 16 + 20,
+    }
+
+
+def test_the_flags_train_as_many_steps_as_the_arm_says(parity):
+    for arm in parity.ARMS.values():
+        assert int(parity.TRAINABLE * float(arm.flags[1])) == arm.visited
+
+
+def test_a_level_is_reached_when_the_mean_of_five_steps_is_there(parity):
+    assert parity.first_reaching(ramp(1), 10) == 13  # rewards 8 to 12, of steps 9 to 13
+    assert parity.first_reaching([0] * 9 + [5] + [0] * 9, 1) == 10  # the mean of the last five is 1
+    assert parity.first_reaching(ramp(1), 28) is None
+
+
+def test_the_comparison_of_known_curves(parity):
+    arms = list(parity.ARMS)
+    slopes = {arm: (1.0, 1.0) for arm in arms} | {arms[1]: (2.0, 2.0), arms[2]: (0.9, 1.1), arms[5]: (0.5, 0.5)}
+    runs = {arm: {seed: rows(ramp(slope)) for seed, slope in enumerate(slopes[arm])} for arm in arms}
+    results = parity.compare(runs)
+    assert results["reward_before"] == 0
+    assert results["level"] == pytest.approx(0.9 * 24.5)  # the last ten of 0 to 29 have a mean of 24.5
+    base, twice, spread, half = (results["arms"][arms[n]] for n in (0, 1, 2, 5))
+    assert base["training_steps_to_level"] == [26, 0.0]
+    assert base["forwards_to_level"] == [26 * 52, 0.0]
+    assert base["seconds_to_level"] == [26 * 2.0, 0.0]
+    assert twice["training_steps_to_level"][0] == 15  # a mean of 22.05 or more in steps 11 to 15
+    assert twice["final_reward_minus_baseline"] == (pytest.approx(24.5), 0.0)
+    assert spread["final_reward"] == (pytest.approx(24.5), pytest.approx(2.45))  # 0.9 and 1.1 times 24.5
+    assert half["seeds_that_reach_the_level"] == 0 and half["training_steps_to_level"] == [None, None]
+    assert "never" in parity.table(results, 2)
+
+
+def test_the_committed_result_is_what_its_curves_come_to(parity):
+    """Nobody has edited a number by hand, and it has at least five seeds an arm."""
+    results = json.loads((UPSTREAM / "parity-results/parity.json").read_text())
+    runs = {}
+    for arm, seeds in results["runs"].items():
+        runs[arm] = {seed: [dict(zip(run, values, strict=True)) for values in zip(*run.values())] for seed, run in seeds.items()}
+        assert len(seeds) >= 5
+    again = json.loads(json.dumps(parity.compare(runs)))
+    for arm, row in again["arms"].items():
+        for name, value in row.items():
+            assert results["arms"][arm][name] == pytest.approx(value, abs=1e-4, rel=1e-4), (arm, name)

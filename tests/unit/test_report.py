@@ -1,0 +1,138 @@
+"""`python -m jagg_patch report`: the table and the recommendation that follow from a log's cosines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jagg_patch import JaggConfig, plan_groups
+from jagg_patch.commands.report import as_frac, choices, cosines
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(training_step, probes=None, **changes):
+    """A record of a trainer with 9 of 15 steps, 16 sampled; `probes` is `{group_size: [(steps, cosine), …]}`."""
+    groups = {}
+    for size, values in (probes or {}).items():
+        starts = [sum(steps for steps, _ in values[:n]) for n in range(len(values))]
+        groups[size] = [
+            {"start": start, "steps": steps, "routed": start == 0, "cosine": cosine}
+            for start, (steps, cosine) in zip(starts, values, strict=True)
+        ]
+    return {
+        "trainer": "train_grpo_flux",
+        "aggregation": "interpolate",
+        "training_step": training_step,
+        "trajectory": 15,
+        "visited": 9,
+        "sampled_steps": 16,
+        "step_cost": {"backward": 2.0, "recompute": 1.0, "reference": 0.0},
+        "rollout_seconds": 1.0,
+        "update_seconds": 2.0,
+        "probe_seconds": 3.0 if probes else 0.0,
+        "probe": [{"group_size": size, "groups": rows} for size, rows in groups.items()] or None,
+    } | changes
+
+
+def log(tmp_path, *records, name="run.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in records))
+    return path
+
+
+def report(*arguments):
+    command = [sys.executable, "-m", "jagg_patch", "report", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"MPLBACKEND": "Agg"}, text=True, capture_output=True)
+
+
+RUN = [record(1)] + [
+    record(step, {4: [(5, 0.9 + step / 100), (4, last)], 3: [(3, 0.99), (3, 0.95), (3, 0.7)]})
+    for step, last in ((2, 0.7), (3, 0.8), (4, 0.6))
+]
+
+
+def test_choices_stop_before_the_first_group_whose_mean_is_below_the_threshold():
+    options = choices(cosines(RUN[1:]), RUN[1], threshold=0.8)
+    told = [(o["group_size"], o["frac"], o["groups"], o["update"], o["training_step"], o["probes"]) for o in options]
+    # by hand: 9 steps cost 9 * 4; a group of n saves n - 2 backward passes of 3
+    assert told == [
+        (4, 0.6, [5], [36, 27], [52, 43], 3),
+        (3, 0.7, [3, 3], [36, 30], [52, 46], 3),
+        (3, 0.4, [3], [36, 33], [52, 49], 3),
+    ]
+    assert options[0]["lowest_mean_cosine"] == pytest.approx(0.93)
+    assert [o["groups"] for o in choices(cosines(RUN[1:]), RUN[1], threshold=0.7)][:2] == [[5, 4], [5]]
+    assert choices(cosines(RUN[1:]), RUN[1], threshold=0.995) == []
+
+
+def test_a_group_without_a_cosine_ends_the_choices():
+    run = [record(1, {4: [(5, None), (4, 0.99)]})]
+    assert choices(cosines(run), run[0], threshold=0.8) == []
+
+
+def test_a_share_that_would_be_grouped_otherwise_is_no_choice():
+    """11 steps at frac 0.6 are 3 + 3, and 5 more: all 11 routed would be 4 + 4 + 3."""
+    run = [record(1, {4: [(3, 0.9), (3, 0.9), (5, 0.9)]}, visited=11)]
+    assert [option["groups"] for option in choices(cosines(run), run[0], threshold=0.8)] == [[3, 3], [3]]
+
+
+@pytest.mark.parametrize("n_visited", range(2, 60))
+def test_the_frac_that_is_told_routes_the_steps_that_were_meant(n_visited):
+    for n_routed in range(2, n_visited + 1):
+        groups = plan_groups(n_visited, JaggConfig(frac=as_frac(n_routed, n_visited)))
+        assert sum(map(len, groups)) == n_routed
+
+
+def test_the_command_prints_plots_and_recommends(tmp_path):
+    out = tmp_path / "report"
+    done = report(log(tmp_path, *RUN), "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "train_grpo_flux: 4 training steps, 3 probed; 9 of 15 steps visited" in done.stdout
+    assert "the probes took 42.9% of the time" in done.stdout  # 9 of 21 seconds
+    assert "0.930 ± 0.008 (0.920)   0.700 ± 0.082 (0.600)   n=3" in done.stdout
+    assert done.stdout.splitlines()[-2] == "recommended: JAGG_GROUP_SIZE=4 JAGG_FRAC=0.6"
+    assert json.loads((out / "report.json").read_text())["choices"][0]["groups"] == [5]
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_once_is_not_recommended_over_what_was_measured_often(tmp_path):
+    once = record(5, {8: [(9, 0.99)]})
+    assert "recommended: JAGG_GROUP_SIZE=4" in report(log(tmp_path, *RUN, once)).stdout
+    alone = report(log(tmp_path, once)).stdout
+    assert "recommended: JAGG_GROUP_SIZE=8 JAGG_FRAC=1\n  measured 1 times only" in alone
+
+
+def test_logs_of_runs_alike_are_put_together_and_others_refused(tmp_path):
+    both = report(log(tmp_path, *RUN, name="a"), log(tmp_path, *RUN, name="b"))
+    assert "8 training steps, 6 probed" in both.stdout
+    other = report(log(tmp_path, *RUN, name="a"), log(tmp_path, record(1, {4: [(5, 0.9)]}, visited=5), name="c"))
+    assert other.returncode == 1 and "visited is 9 and 5" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("", "none of them probed"),
+        (json.dumps(record(1)) + "\n", "1 training steps, none of them probed"),
+        ('{"reward": 1}\n' + json.dumps(RUN[1]) + "\n", "line 1: not a record"),
+        ("[]\n" + json.dumps(RUN[1]) + "\n", "line 1: not a record"),
+    ],
+)
+def test_what_is_no_log_of_a_probed_run_is_refused_in_two_lines(tmp_path, text, message):
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
+    done = report(path)
+    assert done.returncode == 1
+    assert message in done.stderr and len(done.stderr.splitlines()) == 2
+
+
+def test_a_last_line_cut_off_by_a_kill_is_passed_over(tmp_path):
+    path = log(tmp_path, *RUN)
+    path.write_text(path.read_text() + '{"trainer": "train_gr')
+    assert "4 training steps, 3 probed" in report(path).stdout

@@ -92,10 +92,12 @@ def gradients_set_aside(model):
     reduction: as it is before an optimizer step.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    flat = [unit._handle.flat_param for unit in FSDP.fsdp_modules(model) if unit._handle]  # hidden with use_orig_params
+    # FSDP1 with use_orig_params hides the parameter whose gradient the others' are views of.
+    flat = {unit._handle.flat_param for unit in FSDP.fsdp_modules(model) if unit._handle} - set(parameters)
     holders = [*flat, *parameters]
-    # Copies, since an engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
-    kept = [(p.grad, None if p.grad is None else _local(p.grad).to("cpu", copy=True)) for p in holders]
+    grads = [holder.grad for holder in holders]
+    # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
+    copies = [None if p.grad is None else _local(p.grad).to("cpu", copy=True) for p in parameters]
 
     def clear():
         for holder in holders:
@@ -110,10 +112,11 @@ def gradients_set_aside(model):
     try:
         yield take
     finally:
-        for holder, (grad, copy) in zip(holders, kept, strict=True):
+        for holder, grad in zip(holders, grads, strict=True):
             holder.grad = grad
-            if grad is not None:
-                _local(grad).copy_(copy)
+        for parameter, copy in zip(parameters, copies, strict=True):
+            if copy is not None:
+                _local(parameter.grad).copy_(copy)
 
 
 def _local(tensor):

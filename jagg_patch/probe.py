@@ -124,8 +124,8 @@ class Probe:
         start = time.perf_counter()
         forwards = sorted(self._forwards, key=lambda forward: forward.step.indices)  # as they come, where nothing is routed
         partitions = [(self._config.group_size, own_groups)]
-        others = [(size, whole_groups(len(forwards), size)) for size in OTHER_SIZES]
-        others = [(size, groups) for size, groups in others if groups != own_groups]
+        size_of = {whole_groups(len(forwards), size): size for size in reversed(OTHER_SIZES)}
+        others = [(size, groups) for groups, size in reversed(size_of.items()) if groups != own_groups]
         partitions += [others[self._n_probes % len(others)]] if others else []
         self._n_probes += 1
 

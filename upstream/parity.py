@@ -1,13 +1,15 @@
 """Reward parity on the mini trainer: JAGG, its ablation, and training fewer steps for the same cost, over several seeds.
 
-`python upstream/parity.py OUT` runs the trainer's own script once an arm and seed (about forty minutes on two otherwise idle
-cores; a run that was cut off goes on where it was) and writes `parity.json` and `parity.png` to OUT.
+`python upstream/parity.py OUT` runs the trainer's own script once an arm and seed, then, to time the arms side by side, in short
+runs in turn: about three quarters of an hour on two otherwise idle cores; called again, it goes on where it was cut off. It
+writes `parity.json` and `parity.png` to OUT.
 """
 
 import argparse
 import json
 import sys
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from demo import made_by, patched_copy, read_metrics, train
+from demo import made_by, patched_copy, quartiles, read_metrics, train
 from tqdm.auto import tqdm
 
 from jagg_patch import JaggConfig, plan_groups
@@ -26,6 +28,7 @@ N_TRAINING_STEPS = 30  # the script's
 FINAL = 10  # training steps at the end that "final reward" averages over
 TRAILING = 5  # training steps that a curve is smoothed over before it is asked when it has reached something
 SHARE = 0.9  # of the baseline's gain
+TIMED_STEPS, ROUNDS = 6, 4  # training steps of a timed run, and timed runs of each arm
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def mean_and_error(values):
     return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
-def compare(runs):
-    """Everything that the table says, from `{arm: {seed: metrics}}`.
+def compare(runs, timed):
+    """Everything that the table says, from `{arm: {seed: metrics}}` and `{arm: [metrics of a timed run, …]}`.
 
     The base policy's reward is that of the first training step, before any update, over all runs of all arms.
     """
@@ -83,14 +86,13 @@ def compare(runs):
     level = start + SHARE * (float(np.mean(finals[BASELINE])) - start)
     results = {"reward_before": start, "level": level, "arms": {}}
     for arm, curves in rewards.items():
-        # the first training step warms up
-        seconds = float(np.median([row["seconds"] for rows in runs[arm].values() for row in rows[1:]]))
+        low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[1:]])  # the first one warms up
         reached = [step for step in (first_reaching(curve, level) for curve in curves) if step]
         steps = mean_and_error(reached)
         differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[BASELINE], strict=True)]
         results["arms"][arm] = {
             "forwards_per_sample": ARMS[arm].cost,
-            "seconds_per_training_step": seconds,
+            "seconds_per_training_step": [low, seconds, high],
             "final_reward": mean_and_error(finals[arm]),
             "final_reward_minus_baseline": mean_and_error(differences),  # same seed, same prompts and first rollout
             "seeds_that_reach_the_level": len(reached),
@@ -108,13 +110,13 @@ def table(results, n_seeds):
 
     lines = [
         f"{'':<26}{'forwards':>9}{'final reward':>17}{'minus baseline':>19}"
-        f"{'to 90 % of the gain: steps':>28}{'forwards':>13}{'seconds':>12}{'seeds':>7}"
+        f"{'to 90 % of the gain: steps':>28}{'forwards':>13}{'seconds':>14}{'seeds':>7}"
     ]
     for arm, row in results["arms"].items():
         lines.append(
             f"{arm:<26}{row['forwards_per_sample']:>9g}{number(row['final_reward'], 4):>17}"
             f"{number(row['final_reward_minus_baseline'], 4):>19}{number(row['training_steps_to_level'], 1):>28}"
-            f"{number(row['forwards_to_level'], 0):>13}{number(row['seconds_to_level'], 1):>12}"
+            f"{number(row['forwards_to_level'], 0):>13}{number(row['seconds_to_level'], 1):>14}"
             f"{row['seeds_that_reach_the_level']:>4}/{n_seeds}"
         )
     lines += [
@@ -132,7 +134,7 @@ def plot(runs, results, path):
         curves = np.array([[row["reward"] for row in rows] for rows in seeds.values()])
         mean, error = curves.mean(0), curves.std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0 * curves[0]
         steps = np.arange(1, curves.shape[1] + 1)
-        for axis, x in zip(axes, (steps, steps * results["arms"][arm]["seconds_per_training_step"]), strict=True):
+        for axis, x in zip(axes, (steps, steps * results["arms"][arm]["seconds_per_training_step"][1]), strict=True):
             axis.plot(x, mean, label=arm)
             axis.fill_between(x, mean - error, mean + error, alpha=0.2)
     for axis in axes:
@@ -154,22 +156,30 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
 
     trainer = patched_copy(out)
-    runs = {arm: {} for arm in ARMS}
-    # Arms take turns within a seed, each seed beginning with another one: what else the machine does meets all alike.
-    order = [(seed, arm) for n, seed in enumerate(args.seeds) for arm in [*list(ARMS)[n % 6 :], *list(ARMS)[: n % 6]]]
-    for seed, arm in tqdm(order, desc="Runs"):
-        run = out / "runs" / f"{list(ARMS).index(arm)}-{seed}"
-        rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
-        if len(rows) < N_TRAINING_STEPS:
-            rows = train(trainer, run, arm, seed, ARMS[arm].jagg, *ARMS[arm].flags)
-        runs[arm][seed] = rows
 
-    results = compare(runs)
-    kept = ("reward", "reward_sem", "seconds", "update_seconds", "backward_passes")
-    results["runs"] = {
-        arm: {seed: {key: [round(row[key], 5) for row in rows] for key in kept} for seed, rows in seeds.items()}
-        for arm, seeds in runs.items()
-    }
+    def metrics(folder, arm, seed, n_steps):
+        run = out / folder / f"{list(ARMS).index(arm)}-{seed}"
+        rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+        if len(rows) < n_steps:
+            rows = train(trainer, run, arm, seed, ARMS[arm].jagg, *ARMS[arm].flags, "--max_train_steps", str(n_steps))
+        return rows
+
+    runs, timed = {arm: {} for arm in ARMS}, {arm: [] for arm in ARMS}
+    for seed, arm in tqdm(list(product(args.seeds, ARMS)), desc="Runs"):
+        runs[arm][seed] = metrics("runs", arm, seed, N_TRAINING_STEPS)
+    # In turn, beginning with another arm each time: what else the machine does meets all of them alike.
+    turns = [(number, arm) for number in range(ROUNDS) for arm in [*list(ARMS)[number:], *list(ARMS)[:number]]]
+    for number, arm in tqdm(turns, desc="Timing"):
+        timed[arm].append(metrics("timed", arm, number, TIMED_STEPS))
+
+    results = compare(runs, timed)
+
+    def columns(rows, *names):
+        return {name: [round(row[name], 5) for row in rows] for name in names}
+
+    kept = ("reward", "reward_sem", "backward_passes")
+    results["runs"] = {arm: {seed: columns(rows, *kept) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
+    results["timed"] = {arm: [columns(rows, "seconds", "update_seconds") for rows in again] for arm, again in timed.items()}
     results["made_by"] = made_by("python upstream/parity.py OUT", seeds=args.seeds)
     (out / "parity.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(runs, results, out / "parity.png")

@@ -20,8 +20,8 @@ def parity():
         sys.path.remove(str(UPSTREAM))
 
 
-def rows(rewards, seconds=2.0):
-    return [{"reward": reward, "seconds": seconds} for reward in rewards]
+def rows(rewards):
+    return [{"reward": reward} for reward in rewards]
 
 
 def ramp(slope, n_steps=30):
@@ -55,7 +55,8 @@ def test_the_comparison_of_known_curves(parity):
     arms = list(parity.ARMS)
     slopes = {arm: (1.0, 1.0) for arm in arms} | {arms[1]: (2.0, 2.0), arms[2]: (0.9, 1.1), arms[5]: (0.5, 0.5)}
     runs = {arm: {seed: rows(ramp(slope)) for seed, slope in enumerate(slopes[arm])} for arm in arms}
-    results = parity.compare(runs)
+    timed = {arm: [[{"seconds": seconds} for seconds in (9.0, 1.0, 2.0, 3.0)]] * 2 for arm in arms}  # 9 is the first step's
+    results = parity.compare(runs, timed)
     assert results["reward_before"] == 0
     assert results["level"] == pytest.approx(0.9 * 24.5)  # the last ten of 0 to 29 have a mean of 24.5
     base, twice, spread, half = (results["arms"][arms[n]] for n in (0, 1, 2, 5))
@@ -72,11 +73,14 @@ def test_the_comparison_of_known_curves(parity):
 def test_the_committed_result_is_what_its_curves_come_to(parity):
     """Nobody has edited a number by hand, and it has at least five seeds an arm."""
     results = json.loads((UPSTREAM / "parity-results/parity.json").read_text())
-    runs = {}
-    for arm, seeds in results["runs"].items():
-        runs[arm] = {seed: [dict(zip(run, values, strict=True)) for values in zip(*run.values())] for seed, run in seeds.items()}
-        assert len(seeds) >= 5
-    again = json.loads(json.dumps(parity.compare(runs)))
+
+    def rows(columns):
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    runs = {arm: {seed: rows(columns) for seed, columns in seeds.items()} for arm, seeds in results["runs"].items()}
+    timed = {arm: [rows(columns) for columns in again] for arm, again in results["timed"].items()}
+    assert min(map(len, runs.values())) >= 5
+    again = json.loads(json.dumps(parity.compare(runs, timed)))
     for arm, row in again["arms"].items():
         for name, value in row.items():
             assert results["arms"][arm][name] == pytest.approx(value, abs=1e-4, rel=1e-4), (arm, name)

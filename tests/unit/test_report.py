@@ -1,17 +1,13 @@
 """`python -m jagg_patch report`: the table and the recommendation that follow from a log's cosines."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from jagg_patch import JaggConfig, plan_groups
+from jagg_patch.__main__ import main
 from jagg_patch.commands.report import as_frac, choices, cosines
-
-ROOT = Path(__file__).parents[2]
 
 
 def record(training_step, probes=None, **changes):
@@ -44,9 +40,20 @@ def log(tmp_path, *records, name="run.jsonl"):
     return path
 
 
-def report(*arguments):
-    command = [sys.executable, "-m", "jagg_patch", "report", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"MPLBACKEND": "Agg"}, text=True, capture_output=True)
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """`report(arguments)` is what the command prints, and `report(arguments, fails=True)` the message that it ends with."""
+
+    def run(*arguments, fails=False):
+        monkeypatch.setattr(sys, "argv", ["jagg_patch", "report", *map(str, arguments)])
+        if not fails:
+            main()
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as error:
+            main()
+        return error.value.code
+
+    return run
 
 
 RUN = [record(1)] + [
@@ -87,30 +94,28 @@ def test_the_frac_that_is_told_routes_the_steps_that_were_meant(n_visited):
         assert sum(map(len, groups)) == n_routed
 
 
-def test_the_command_prints_plots_and_recommends(tmp_path):
+def test_the_command_prints_plots_and_recommends(tmp_path, report):
     out = tmp_path / "report"
-    done = report(log(tmp_path, *RUN), "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert "train_grpo_flux: 4 training steps, 3 probed; 9 of 15 steps visited" in done.stdout
-    assert "the probes took 42.9% of the time" in done.stdout  # 9 of 21 seconds
-    assert "0.930 ± 0.008 (0.920)   0.700 ± 0.082 (0.600)   n=3" in done.stdout
-    assert done.stdout.splitlines()[-2] == "recommended: JAGG_GROUP_SIZE=4 JAGG_FRAC=0.6"
+    printed = report(log(tmp_path, *RUN), "--out", out)
+    assert "train_grpo_flux: 4 training steps, 3 probed; 9 of 15 steps visited" in printed
+    assert "the probes took 42.9% of the time" in printed  # 9 of 21 seconds
+    assert "0.930 ± 0.008 (0.920)   0.700 ± 0.082 (0.600)   n=3" in printed
+    assert printed.splitlines()[-2] == "recommended: JAGG_GROUP_SIZE=4 JAGG_FRAC=0.6"
     assert json.loads((out / "report.json").read_text())["choices"][0]["groups"] == [5]
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_measured_once_is_not_recommended_over_what_was_measured_often(tmp_path):
+def test_what_was_measured_once_is_not_recommended_over_what_was_measured_often(tmp_path, report):
     once = record(5, {8: [(9, 0.99)]})
-    assert "recommended: JAGG_GROUP_SIZE=4" in report(log(tmp_path, *RUN, once)).stdout
-    alone = report(log(tmp_path, once)).stdout
+    assert "recommended: JAGG_GROUP_SIZE=4" in report(log(tmp_path, *RUN, once))
+    alone = report(log(tmp_path, once))
     assert "recommended: JAGG_GROUP_SIZE=8 JAGG_FRAC=1\n  measured 1 times only" in alone
 
 
-def test_logs_of_runs_alike_are_put_together_and_others_refused(tmp_path):
-    both = report(log(tmp_path, *RUN, name="a"), log(tmp_path, *RUN, name="b"))
-    assert "8 training steps, 6 probed" in both.stdout
-    other = report(log(tmp_path, *RUN, name="a"), log(tmp_path, record(1, {4: [(5, 0.9)]}, visited=5), name="c"))
-    assert other.returncode == 1 and "visited is 9 and 5" in other.stderr
+def test_logs_of_runs_alike_are_put_together_and_others_refused(tmp_path, report):
+    assert "8 training steps, 6 probed" in report(log(tmp_path, *RUN, name="a"), log(tmp_path, *RUN, name="b"))
+    other = log(tmp_path, record(1, {4: [(5, 0.9)]}, visited=5), name="c")
+    assert "visited is 9 and 5" in report(log(tmp_path, *RUN, name="a"), other, fails=True)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +128,15 @@ def test_logs_of_runs_alike_are_put_together_and_others_refused(tmp_path):
         ("[]\n" + json.dumps(RUN[1]) + "\n", "line 1: not a record"),
     ],
 )
-def test_what_is_no_log_of_a_probed_run_is_refused_in_two_lines(tmp_path, text, message):
+def test_what_is_no_log_of_a_probed_run_is_refused_in_two_lines(tmp_path, report, text, message):
     path = tmp_path / "run.jsonl"
     if text is not None:
         path.write_text(text)
-    done = report(path)
-    assert done.returncode == 1
-    assert message in done.stderr and len(done.stderr.splitlines()) == 2
+    said = report(path, fails=True)
+    assert message in said and len(said.splitlines()) == 2
 
 
-def test_a_last_line_cut_off_by_a_kill_is_passed_over(tmp_path):
+def test_a_last_line_cut_off_by_a_kill_is_passed_over(tmp_path, report):
     path = log(tmp_path, *RUN)
     path.write_text(path.read_text() + '{"trainer": "train_gr')
-    assert "4 training steps, 3 probed" in report(path).stdout
+    assert "4 training steps, 3 probed" in report(path)

@@ -6,11 +6,9 @@ Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import matplotlib
@@ -26,7 +24,8 @@ sys.path[:0] = [str(HERE / "mini"), str(HERE / "mini/fastvideo"), str(HERE.paren
 import digits  # noqa: E402
 import make_base  # noqa: E402
 
-from jagg_patch import JaggConfig, __version__, plan_groups  # noqa: E402
+from jagg_patch import JaggConfig, plan_groups  # noqa: E402
+from jagg_patch.commands import made_by  # noqa: E402
 from jagg_patch.cost import update_cost  # noqa: E402
 
 RUNS = {"off": "JAGG off", "on": "JAGG on"}
@@ -69,13 +68,6 @@ def train(trainer, run, title, seed, jagg, *flags):
 
 def read_metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def made_by(command, **more):
-    """Where a result file comes from."""
-    machine = f"{platform.machine()}, {os.cpu_count()} processors"
-    versions = {"jagg": __version__, "torch": torch.__version__}
-    return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more
 
 
 def quartiles(values):
@@ -131,7 +123,7 @@ def table(results):
     rows.append(("transformer backward passes", str(off[passes]), str(on[passes]), f"{ratios['backward_passes']:.2f}x"))
     for label, key in ((f"mean reward, first {LAST} steps", "reward_first"), (f"mean reward, last {LAST} steps", "reward_last")):
         rows.append((label, reward(off, key), reward(on, key), ""))
-    lines = [f"{label:<30}{left:>20}{right:>20}{ratio:>11}" for label, left, right, ratio in rows]
+    lines = [f"{label:<30}{left:>20}{right:>20}{ratio:>11}".rstrip() for label, left, right, ratio in rows]
     lines += [
         "",
         "seconds: median (quartiles) after the first training step, rank 0; reward: mean ± standard error",

@@ -17,10 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from demo import made_by, patched_copy, quartiles, read_metrics, train
+from demo import patched_copy, quartiles, read_metrics, train
 from tqdm.auto import tqdm
 
 from jagg_patch import JaggConfig, plan_groups
+from jagg_patch.commands import made_by
 from jagg_patch.cost import training_step_cost
 
 SAMPLED, TRAINABLE = 16, 15  # steps of the script's trajectories

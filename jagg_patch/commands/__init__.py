@@ -1,1 +1,16 @@
 """What `python -m jagg_patch` offers, a module a command: each has `add_arguments(parser)` and `run(args)`."""
+
+import os
+import platform
+from datetime import date
+
+import torch
+
+from .. import __version__
+
+
+def made_by(command, **more):
+    """Where a result file comes from."""
+    machine = f"{platform.machine()}, {os.cpu_count()} processors"
+    versions = {"jagg": __version__, "torch": torch.__version__}
+    return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more

@@ -144,7 +144,9 @@ def main():
         machine = dict(
             python=platform.python_version(), torch=torch.__version__, cpus=os.cpu_count(), ranks=dist.get_world_size(), gpu=None
         )
-        report = dict(jagg=__version__, date=str(date.today()), machine=machine, pairs=N_PAIRS, model=TINY_SD3, rows=rows)
+        command = "torchrun --standalone --nproc_per_node 2 tests/upstream/flow_speed.py CHECKOUT OUT"
+        made_by = dict(jagg=__version__, command=command, date=str(date.today()), machine=machine)
+        report = made_by | dict(pairs=N_PAIRS, model=TINY_SD3, rows=rows)
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / "fast.json").write_text(json.dumps(report, indent=1) + "\n")
     dist.barrier()

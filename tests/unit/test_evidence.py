@@ -1,0 +1,112 @@
+"""The README's numbers are those of the committed result files, and each file says what made it."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+
+from jagg_patch.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def readme():
+    return (ROOT / "README.md").read_text()
+
+
+def result(name):
+    return json.loads((ROOT / f"upstream/{name}.json").read_text())
+
+
+def rows(name, **wanted):
+    return [row for row in result("probe-results/probe")[name] if all(row[key] == value for key, value in wanted.items())]
+
+
+def cosines(**wanted):
+    """`mean over the groups (of the worst group)` of the mean cosine over prompt groups."""
+    means = [row["cosine"]["mean"] for row in rows("groups", group_size=4, **wanted)]
+    return f"{fmean(means):.3f} ({min(means):.3f})"
+
+
+def update_errors(frac, **wanted):
+    (row,) = rows("updates", group_size=4, frac=frac, **wanted)
+    error = row["relative_error"]
+    return f"{error['mean']:.3f} ± {error['sd'] / row['n'] ** 0.5:.3f}"
+
+
+def probe_line(label, **wanted):
+    interpolate, endpoints = (wanted | {"aggregation": name, "shift": 3.0} for name in ("interpolate", "endpoints"))
+    numbers = [cosines(**interpolate), cosines(**endpoints)]
+    numbers += [update_errors(frac, **kind) for kind in (interpolate, endpoints) for frac in (0.6, 1.0)]
+    return f"| {label} | {' | '.join(numbers)} |"
+
+
+PROBE_LINES = [(f"{eta:g}, all 15", dict(eta=eta, visited="all")) for eta in (0.1, 0.3, 0.7, 1.0)]
+PROBE_LINES += [("0.7, a random 9 of 15", dict(eta=0.7, visited="random")), ("0.7, 9 in a row", dict(eta=0.7, visited="window"))]
+
+
+@pytest.mark.parametrize(("label", "wanted"), PROBE_LINES, ids=[label for label, _ in PROBE_LINES])
+def test_gradient_quality(label, wanted):
+    assert probe_line(label, **wanted) in readme()
+
+
+def parity_line(arm):
+    row = result("parity-results/parity")["arms"][arm]
+
+    def number(pair, digits):
+        mean, error = pair
+        return "not reached" if mean is None else f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+    difference = "" if arm.startswith("baseline") else number(row["final_reward_minus_baseline"], 4)
+    cells = [f"{row['forwards_per_sample']:g}", number(row["final_reward"], 4), difference]
+    for unit, digits in (("training_steps", 1), ("forwards", 0), ("seconds", 1)):
+        cells.append(number(row[f"{unit}_to_level"], digits))
+    return f"| {arm} | {' | '.join(cells)} | {row['seeds_that_reach_the_level']} of 5 |"
+
+
+@pytest.mark.parametrize("arm", result("parity-results/parity")["arms"])
+def test_reward_parity(arm):
+    assert parity_line(arm) in readme()
+
+
+def test_the_demo_s_table():
+    sys.path.insert(0, str(ROOT / "upstream"))
+    try:
+        import demo
+    finally:
+        sys.path.remove(str(ROOT / "upstream"))
+    assert demo.table(result("demo-results/comparison")) in readme()
+
+
+def test_flow_grpo_fast():
+    for row in result("flow-results/fast")["rows"]:
+        low, middle, high = (f"{100 * (1 - 1 / ratio):.1f}%" for ratio in row["quartiles"])
+        settings = [row["window"], "LoRA" if row["lora"] else "all", *("yes" if row[k] else "no" for k in ("checkpointed", "kl"))]
+        predicted = f"{100 * (1 - 1 / row['predicted']):.1f}%"
+        assert f"| {' | '.join(map(str, settings))} | {predicted} | {middle} ({low} to {high}) |" in readme()
+        assert row["quartiles"][1] == pytest.approx(median(row["ratios"]))
+
+
+def test_the_report_of_a_run_of_the_mini_trainer(monkeypatch, capsys):
+    """The picture and the table; the log beside them has the version and the settings in every line."""
+    log = "upstream/report-results/run.jsonl"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["jagg_patch", "report", log])
+    main()
+    assert capsys.readouterr().out.strip() in readme()
+
+
+@pytest.mark.parametrize("name", ["probe-results/probe", "parity-results/parity", "demo-results/comparison", "flow-results/fast"])
+def test_each_result_says_what_made_it(name):
+    made_by = result(name).get("made_by", result(name))
+    assert {"command", "date", "machine", "jagg"} <= set(made_by)
+    assert re.search(r"torch", json.dumps(made_by))
+    assert f"upstream/{name.split('/')[0]}" in readme()
+
+
+if __name__ == "__main__":  # what the README should say
+    print("\n".join(probe_line(label, **wanted) for label, wanted in PROBE_LINES))
+    print("\n".join(parity_line(arm) for arm in result("parity-results/parity")["arms"]))

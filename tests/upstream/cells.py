@@ -15,6 +15,7 @@ import standins
 import torch
 import torch.distributed as dist
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from probes import agreements, read_log
 
 from jagg_patch import JaggConfig, install
 from jagg_patch.intercept import ForwardingModule
@@ -41,7 +42,8 @@ ARGS = dict(
     selective_checkpointing=1.0,
 )
 
-# name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order)
+# name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order, and how many
+# training steps if not one)
 CELLS = {
     "unpatched": ({}, None),
     "off": ({}, dict(enabled=False)),
@@ -53,6 +55,8 @@ CELLS = {
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
     "fraction": (dict(timestep_fraction=0.6), None),
     "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint")),  # 5 of 9 steps
+    "twice": (dict(timestep_fraction=0.6), {}, 2),  # 5 steps: 3, then 2 exact
+    "twice probed": (dict(timestep_fraction=0.6), dict(probe_every=1, log="twice.jsonl"), 2),
 }
 ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default": "unpatched", "fraction W=4": "fraction"}
 
@@ -85,7 +89,7 @@ def main(checkout, name, out):
             parameter.data.copy_(value)
         transformer.zero_grad()
 
-    def run(changes, settings):
+    def run(changes, settings, n_training_steps=1):
         args = argparse.Namespace(**(ARGS | setup.ARGS | changes))
         restore()
         torch.manual_seed(42 + rank)
@@ -96,16 +100,15 @@ def main(checkout, name, out):
             in_trajectory_order(vars(trainer), args.sampling_steps - 1)
         elif settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings))
-        arguments = train_arguments() | dict(
-            args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9
-        )
+        given = dict(args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9)
         try:
             with observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
-                trainer.train_one_step(**arguments)
+                returned = [trainer.train_one_step(**(train_arguments() | given)) for _ in range(n_training_steps)]
         finally:
             if handle:
                 handle.uninstall()
             trainer.torch = real_torch
+        dist.barrier()
         return {
             "weights": local_weights(transformer),
             "rng": torch.get_rng_state(),
@@ -113,16 +116,29 @@ def main(checkout, name, out):
             "passes": seen.passes,
             "gathers": seen.gathers,
             "stats": handle.stats.as_dict() if handle else None,
+            "returned": returned,
+            "log": read_log(Path(handle.config.log)) if handle and handle.config.log else None,
             "steps": steps,
         }
 
-    records = {cell: run(*settings) for cell, settings in CELLS.items()}
+    cells = CELLS | getattr(setup, "CELLS", {})
+    records = {cell: run(*settings) for cell, settings in cells.items()}
     for cell, source in ORACLES.items():
         restore()
         changes, settings = CELLS[cell]
         n_visited = int((ARGS["sampling_steps"] - 1) * (ARGS | changes)["timestep_fraction"])
         expected = oracle_gradient(trainer, transformer, records[source]["steps"], n_visited, JaggConfig(**settings))
         records[cell]["oracle_error"] = relative_error(records[cell]["gradient"], expected)
+    restore()
+    for record in records.values():
+        if record["log"]:
+            n_visited = record["log"][0]["visited"]
+            steps = records["unpatched" if n_visited == 9 else "fraction"]["steps"][:n_visited]
+            record["agreements"] = agreements(
+                record["log"][0]["probe"],
+                sorted(steps, key=lambda step: int(step["arguments"]["i"])),
+                lambda steps, config: oracle_gradient(trainer, transformer, steps, len(steps), config),
+            )
     for cell in ("sorted", "W=2", "W=3", "W=4"):
         records[cell]["exact_error"] = relative_error(records[cell]["gradient"], records["unpatched"]["gradient"])
     for record in records.values():

@@ -9,7 +9,9 @@ import importlib
 import os
 import random
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +19,14 @@ import accelerate
 import flow_standins as standins
 import torch
 import torch.distributed as dist
+import wandb
 from accelerate.state import AcceleratorState, DistributedType, GradientState
 from observe import Loop, Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.intercept import ForwardingModule
 
 LOOP = Loop(
     step="compute_log_prob",
@@ -93,6 +98,11 @@ WINDOW_CELLS = {
 }
 
 
+# Runs of two epochs with upstream's own evaluation before each, and two optimizer steps in each.
+PROBED = ("train_sd3", "train_sd3_fast", "train_flux")
+EPOCHS = {"train.num_inner_epochs": 2, "sample.eval_num_steps": 2, "sample.test_batch_size": 8}
+
+
 class OneEpochIsOver(Exception):
     pass
 
@@ -101,6 +111,38 @@ def end_after_one_epoch(pipeline, test_dataloader, text_encoders, tokenizers, co
     """In the place of the trainer's evaluation."""
     if global_step:
         raise OneEpochIsOver
+
+
+@contextmanager
+def whole_epochs(trainer, evaluate, weights, n_updates):
+    """Inside, `main` evaluates, and ends at the first rollout after `n_updates`, when there are as many `weights`.
+
+    Yields a list of what ran in between, `(function, start, end)` in seconds, in the order of their ends.
+    """
+    names = ("eval", "pipeline_with_logprob", "compute_log_prob")
+    functions, events = [getattr(trainer, name) for name in names], []
+
+    def timed(name, function):
+        @wraps(function)
+        def timed_function(*args, **kwargs):
+            if name == "pipeline_with_logprob" and len(weights) >= n_updates:
+                raise OneEpochIsOver
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            events.append((name, start, time.perf_counter()))
+            return result
+
+        return timed_function
+
+    hook = register_optimizer_step_post_hook(lambda *_: events.append(("step", time.perf_counter(), time.perf_counter())))
+    for name, function in zip(names, (evaluate, *functions[1:]), strict=True):
+        setattr(trainer, name, timed(name, function))
+    try:
+        yield events
+    finally:
+        hook.remove()
+        for name, function in zip(names, functions, strict=True):
+            setattr(trainer, name, function)
 
 
 def running(accelerator, engine):
@@ -119,6 +161,7 @@ def prepare(name, out):
     setup = importlib.import_module(f"flow_setups.{name.removeprefix('train_')}")
     standins.install()
     trainer = importlib.import_module(name)
+    trainer.evaluate = trainer.eval
     trainer.eval = end_after_one_epoch
     trainer.Accelerator = standins.with_scaler(trainer.Accelerator)
     trainer.encode_prompt = setup.encode_prompt
@@ -156,8 +199,8 @@ def main(checkout, name, out):
 
     accelerate.Accelerator.reduce = recording_reduce
 
-    def run(changes, settings, second_weights=None):
-        """One cell; its second optimizer step, if there is one, from `second_weights`."""
+    def run(changes, settings, second_weights=None, n_updates=None):
+        """One cell; its second optimizer step, if there is one, from `second_weights`. `n_updates` as `whole_epochs` has it."""
         AcceleratorState._reset_state()
         GradientState._reset_state()
         logged.clear()
@@ -180,15 +223,21 @@ def main(checkout, name, out):
             register_optimizer_step_post_hook(replace_weights),
         ]
         try:
-            with observer.watching() as seen, recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps:
-                trainer.main(None)
+            with (
+                whole_epochs(trainer, trainer.evaluate, weights, n_updates) if n_updates else nullcontext() as events,
+                observer.watching() as seen,
+                recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps,
+            ):
+                try:
+                    trainer.main(None)
+                finally:
+                    if handle:
+                        handle.uninstall()
         except OneEpochIsOver:
             pass
         finally:
             for hook in hooks:
                 hook.remove()
-            if handle:
-                handle.uninstall()
         return {
             "weights": [*weights, local_weights(transformer)],
             "rng": torch.get_rng_state(),
@@ -202,19 +251,50 @@ def main(checkout, name, out):
             "scale": standins.SCALE if config.mixed_precision == "fp16" else 1,
             "steps": steps,
             "transformer": transformer,
+            "events": events,
         }
 
-    def expected_gradient(record, source, number):
-        """Of that optimizer step: each rank's own, then the mean, as DDP takes it."""
-        transformer, n_steps = source["transformer"], len(source["steps"]) // len(source["gradients"])
-        steps = source["steps"][number * n_steps : (number + 1) * n_steps]
+    def mean_gradient(source, number, steps, n_visited, config):
+        """That of `steps` of the `source`'s optimizer step of that number: each rank's own, then the mean, as DDP takes it."""
+        transformer, wrapped = source["transformer"], steps[0]["arguments"]["transformer"]
         torch.nn.utils.vector_to_parameters(source["weights"][number].clone(), transformer.parameters())
-        wrapped = steps[0]["arguments"]["transformer"]
-        n_visited = 1 + max(step["arguments"]["j"] for step in steps)
         with wrapped.no_sync():
-            gradient = oracle_gradient(trainer, transformer, steps, n_visited, record["config"], LOOP)
+            gradient = oracle_gradient(trainer, transformer, steps, n_visited, config, LOOP)
         dist.all_reduce(gradient)
         return gradient / n_ranks / source["scale"]
+
+    def expected_gradient(record, source, number):
+        n_steps = len(source["steps"]) // len(source["gradients"])
+        steps = source["steps"][number * n_steps : (number + 1) * n_steps]
+        n_visited = 1 + max(step["arguments"]["j"] for step in steps)
+        return mean_gradient(source, number, steps, n_visited, record["config"])
+
+    def run_epochs(folder, n_updates, settings, **environment):
+        """As `run`, with wandb's files in `folder`. They are whole when this process has ended."""
+        wandb.finish()
+        folder.mkdir(exist_ok=True)
+        trainer.wandb = ForwardingModule(wandb, init=lambda **_: wandb.init(mode="offline", dir=folder))
+        os.environ |= environment
+        record = run(EPOCHS, settings, n_updates=n_updates)
+        for variable in environment:
+            del os.environ[variable]
+        wandb.finish()
+        dist.barrier()
+        return record
+
+    def probed_records():
+        log = out / "log.jsonl"
+        source = run_epochs(out / "unpatched", 2, None)
+        plain = run_epochs(out / "plain", 4, {})
+        probed = run_epochs(out / "probed", 4, {}, JAGG_PROBE_EVERY="1", JAGG_LOG=str(log))
+        n_visited = 1 + max(step["arguments"]["j"] for step in source["steps"])
+        probed["log"] = read_log(log)
+        probed["agreements"] = agreements(
+            probed["log"][0]["probe"],
+            source["steps"][:n_visited],
+            lambda steps, config: mean_gradient(source, 0, steps, len(steps), config),
+        )
+        return {"plain": plain, "probed": probed}
 
     def refusals():
         """`{what: the message}` of starts that JAGG refuses."""
@@ -253,9 +333,10 @@ def main(checkout, name, out):
                 relative_error(gradient, expected_gradient(record, source, number))
                 for number, gradient in enumerate(record["gradients"])
             ]
-    for record in records.values():
+    probes = probed_records() if name in PROBED else {}
+    for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
-    torch.save({"cells": records, "sources": sources, "refusals": messages}, out / f"rank{rank}.pt")
+    torch.save({"cells": records, "sources": sources, "refusals": messages, "probes": probes}, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from flow_cells import LOOP, OneEpochIsOver, prepare
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 from torch.nn.parallel import DistributedDataParallel
 
-from jagg_patch import JaggConfig, install
+from jagg_patch import JaggConfig, JaggError, install
 
 # The gradient's entries are about 1e-5. Such an epsilon makes AdamW's step smooth in them, such a rate larger than rounding.
 SMOOTH = {"train.adam_epsilon": 1e-3, "train.learning_rate": 10.0}
@@ -121,7 +121,12 @@ def main(name, out):
     stage = records["unpatched"]["steps"][0]["arguments"]["transformer"].zero_optimization_stage()
     for record in records.values():
         del record["steps"], record["config"]
-    torch.save({"cells": records, "sources": sources, "stage": stage}, out / f"rank{dist.get_rank()}.pt")
+    refusal = None
+    try:
+        run({}, dict(probe_every=1))
+    except JaggError as error:
+        refusal = str(error)
+    torch.save({"cells": records, "sources": sources, "stage": stage, "refusal": refusal}, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

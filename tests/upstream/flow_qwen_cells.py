@@ -17,8 +17,9 @@ import flow_standins as standins
 import torch
 import torch.distributed as dist
 import wandb
-from flow_cells import CONFIG, LOOP, WINDOW_CELLS, OneEpochIsOver
+from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, OneEpochIsOver, whole_epochs
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, install
@@ -53,7 +54,7 @@ def main(checkout, name, out):
     rank = int(os.environ["RANK"])
     put_on_cpu(trainer, rank)
     getattr(setup, "prepare", lambda trainer: None)(trainer)
-    trainer.eval = end_after_one_epoch
+    evaluate, trainer.eval = trainer.eval, end_after_one_epoch
     trainer.get_peft_model = standins.with_trained_adapter(trainer.get_peft_model)
     trainer.QwenImageTransformer2DModel = SimpleNamespace(from_pretrained=lambda *_, **__: setup.build_reference())
     logged = []
@@ -67,7 +68,7 @@ def main(checkout, name, out):
     getattr(setup, "write_prompts", standins.write_prompts)(out / f"prompts{rank}")
     base = importlib.import_module("config.base")
 
-    def run(changes, settings):
+    def run(changes, settings, n_updates=None):
         logged.clear()
         pipeline = setup.build()
         setattr(trainer, setup.PIPELINE, SimpleNamespace(from_pretrained=lambda *_, **__: pipeline))
@@ -82,14 +83,20 @@ def main(checkout, name, out):
             handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
         hook = register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer)))
         try:
-            with observer.watching() as seen, recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps:
-                trainer.main(None)
+            with (
+                whole_epochs(trainer, evaluate, weights, n_updates) if n_updates else nullcontext() as events,
+                observer.watching() as seen,
+                recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps,
+            ):
+                try:
+                    trainer.main(None)
+                finally:
+                    if handle:
+                        handle.uninstall()
         except OneEpochIsOver:
             pass
         finally:
             hook.remove()
-            if handle:
-                handle.uninstall()
         return {
             "weights": [*weights, local_weights(transformer)],
             "rng": torch.get_rng_state(),
@@ -103,16 +110,37 @@ def main(checkout, name, out):
             "tokens": [step["arguments"]["sample"]["prompt_embeds"].shape[1] for step in steps or ()],
             "steps": steps,
             "transformer": transformer,
+            "events": events,
         }
 
-    def expected_gradient(record, source):
-        """This rank's shard of the gradient of the first optimizer step."""
-        transformer, steps = source["transformer"], source["steps"][: len(source["steps"]) // len(source["gradients"])]
-        parameters = list(transformer.parameters())
+    def first_gradient(source, steps, n_visited, config):
+        """This rank's shard of that of `steps` before the first optimizer step."""
+        transformer, parameters = source["transformer"], list(source["transformer"].parameters())
         for parameter, value in zip(parameters, source["weights"][0].split([p.numel() for p in parameters]), strict=True):
             parameter.data.copy_(value.view_as(parameter))
+        return oracle_gradient(trainer, transformer, steps, n_visited, config, LOOP)
+
+    def expected_gradient(record, source):
+        steps = source["steps"][: len(source["steps"]) // len(source["gradients"])]
         n_visited = 1 + max(step["arguments"]["j"] for step in steps)
-        return oracle_gradient(trainer, transformer, steps, n_visited, record["config"], LOOP)
+        return first_gradient(source, steps, n_visited, record["config"])
+
+    def probed_records():
+        """Of all 9 steps, as in upstream's configuration without a window."""
+        changes, log = EPOCHS | {"sample.sde_window_size": 0}, out / "log.jsonl"
+        plain = run(changes, {}, 4)
+        os.environ |= {"JAGG_PROBE_EVERY": "1", "JAGG_LOG": str(log)}
+        probed = run(changes, {}, 4)
+        del os.environ["JAGG_PROBE_EVERY"], os.environ["JAGG_LOG"]
+        dist.barrier()
+        source = records["window 0 unpatched"]  # it evaluates after its first epoch only
+        probed["log"] = read_log(log)
+        probed["agreements"] = agreements(
+            probed["log"][0]["probe"],
+            source["steps"][:9],
+            lambda steps, config: first_gradient(source, steps, len(steps), config),
+        )
+        return {"plain": plain, "probed": probed}
 
     refusal = None
     try:
@@ -130,9 +158,10 @@ def main(checkout, name, out):
         record["exact_errors"] = [relative_error(*pair) for pair in zip(record["gradients"], source["gradients"], strict=True)]
         if record["stats"] and record["stats"]["groups"]:
             record["oracle_error"] = relative_error(record["gradients"][0], expected_gradient(record, source))
-    for record in records.values():
+    probes = probed_records() if name == "train_qwenimage" else {}
+    for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
-    torch.save({"cells": records, "sources": sources, "refusal": refusal}, out / f"rank{rank}.pt")
+    torch.save({"cells": records, "sources": sources, "refusal": refusal, "probes": probes}, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

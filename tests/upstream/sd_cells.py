@@ -8,8 +8,9 @@ test_dancegrpo_sd.py reads the cells.
 import importlib
 import os
 import sys
+import time
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import sd_standins
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from diffusers import StableDiffusionPipeline
 from observe import local_gradient, local_weights, relative_error
+from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
@@ -63,6 +65,8 @@ PATCHED = {
     "bf16 off": dict(enabled=False),
     "bf16 W=4": dict(frac=1),
 }
+EPOCHS = {"num_epochs": 1, "train.learning_rate": 1e-3}  # two
+PROBED = {"epochs": {}, "epochs probed": dict(probe_every=1, log="epochs.jsonl")}
 
 
 class Observer:
@@ -104,47 +108,89 @@ class Observer:
             hook.remove()
 
 
-def oracle_gradients(unet, record, config):
-    """The gradient of each pass that JAGG should give, from what the unpatched trainer did, averaged over the ranks.
+def backward_of_batch(unet, record, start):
+    """`backward(positions, config)`, which runs `group_backward` on those visited steps of the batch whose first call is `start`.
 
     In a batch each sample has an order of its own, so batches of the k-th visited step of each are put together first.
     A step's loss enters as `(s * v).sum()` with the s that the trainer's own loss had, whose gradient in v is s.
     """
+    batch = record["calls"][start : start + record["timesteps"].shape[2]]
+    latents, timesteps, embeds = map(torch.stack, zip(*(call["inputs"] for call in batch), strict=True))
+    timesteps, order = timesteps.sort(0, descending=True)
+    rows = torch.arange(timesteps.shape[1])
+    latents, grads = latents[order, rows], torch.stack([call["grad"] for call in batch])[order, rows]
+
+    def velocity(step):
+        with torch.autocast("cpu", torch.bfloat16, enabled=record["is_bf16"]):
+            output = unet(latents[step], timesteps[step], embeds[step]).sample
+        return output.float() if record["is_bf16"] else output
+
+    def backward(positions, config):
+        group_backward(
+            lambda j: velocity(positions[j]),
+            lambda j, v_hat: (grads[positions[j]] * v_hat).sum(),
+            timesteps[list(positions)],
+            config,
+        )
+
+    return backward
+
+
+def take_mean_gradient(unet):
+    """The mean over the ranks of the gradient, which is dropped."""
+    gradient = local_gradient(unet)
+    dist.all_reduce(gradient)
+    unet.zero_grad()
+    return gradient / dist.get_world_size()
+
+
+def oracle_gradients(unet, record, config):
+    """The gradient of each pass that JAGG should give, from what the unpatched trainer did, averaged over the ranks."""
     n_batches, n_visited = record["timesteps"].shape[1:3]
     groups = plan_groups(n_visited, config)
     exact = [[position] for position in range(sum(map(len, groups)), n_visited)]
-    calls, gradients = record["calls"], []
-    for start in range(0, len(calls), n_visited):
-        batch = calls[start : start + n_visited]
-        latents, timesteps, embeds = map(torch.stack, zip(*(call["inputs"] for call in batch), strict=True))
-        timesteps, order = timesteps.sort(0, descending=True)
-        rows = torch.arange(timesteps.shape[1])
-        latents, grads = latents[order, rows], torch.stack([call["grad"] for call in batch])[order, rows]
-
-        def velocity(step):
-            with torch.autocast("cpu", torch.bfloat16, enabled=record["is_bf16"]):
-                output = unet(latents[step], timesteps[step], embeds[step]).sample
-            return output.float() if record["is_bf16"] else output
-
+    gradients = []
+    for start in range(0, len(record["calls"]), n_visited):
+        backward = backward_of_batch(unet, record, start)
         for group in (*groups, *exact):
-            group_backward(
-                lambda j, group=group: velocity(group[j]),
-                lambda j, v_hat, group=group: (grads[group[j]] * v_hat).sum(),
-                timesteps[list(group)],
-                config,
-            )
+            backward(group, config)
         if len(gradients) < (start + n_visited) // (n_batches * n_visited):
-            gradients.append(local_gradient(unet))
-            dist.all_reduce(gradients[-1])
-            gradients[-1] /= dist.get_world_size()
-            unet.zero_grad()
+            gradients.append(take_mean_gradient(unet))
     return gradients
+
+
+def probe_agreements(unet, record, log):
+    """`agreements` of the first probe with what the unpatched trainer's first batch gives."""
+    backward = backward_of_batch(unet, record, 0)
+
+    def gradient(positions, config):
+        backward(positions, config)
+        return take_mean_gradient(unet)
+
+    return agreements(log[0]["probe"], range(record["timesteps"].shape[2]), gradient)
 
 
 def main(checkout, out):
     torch.set_num_threads(1)
     sd_standins.install(checkout)
     trainer = importlib.import_module("fastvideo.train_grpo_sd")
+    logged, rollout_seconds, rollout = [], [], trainer.pipeline_with_logprob
+
+    @wraps(rollout)
+    def timed_rollout(*args, **kwargs):
+        start = time.perf_counter()
+        result = rollout(*args, **kwargs)
+        rollout_seconds.append(time.perf_counter() - start)
+        return result
+
+    trainer.pipeline_with_logprob = timed_rollout
+    log = trainer.Accelerator.log
+
+    def recording_log(accelerator, values, **kwargs):
+        logged.append({key: torch.as_tensor(value).tolist() for key, value in values.items()})
+        log(accelerator, values, **kwargs)
+
+    trainer.Accelerator.log = recording_log
 
     def run(changes, dtype, settings=None):
         trainer.FLAGS(["train_grpo_sd", f"--config={checkout}/fastvideo/config_sd/dgx.py:hpsv2"])
@@ -155,6 +201,8 @@ def main(checkout, out):
         StableDiffusionPipeline.from_pretrained = lambda *_, **__: pipeline
         handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
         observer = Observer(pipeline.unet)
+        logged.clear()
+        rollout_seconds.clear()
         try:
             with observer.watching():
                 trainer.main(None)
@@ -169,7 +217,9 @@ def main(checkout, out):
             "gradients": observer.gradients,
             "passes": observer.passes,
             "stats": handle.stats.as_dict() if handle else None,
-            "timesteps": timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)),
+            "timesteps": None if config.num_epochs else timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)),
+            "logged": list(logged),
+            "rollout_seconds": list(rollout_seconds),
             "calls": observer.calls,
             "is_bf16": config.mixed_precision == "bf16",
         }
@@ -184,14 +234,23 @@ def main(checkout, out):
             unet = sd_standins.build_pipeline(UNPATCHED[source][1]).unet
             expected = oracle_gradients(unet, unpatched, JaggConfig(**settings))
             record["oracle_errors"] = list(map(relative_error, record["gradients"], expected))
+    records |= {name: run(EPOCHS, torch.float64, settings) for name, settings in PROBED.items()}
+    dist.barrier()
+    record = records["epochs probed"]
+    record["log"] = read_log(Path("epochs.jsonl"))
+    record["agreements"] = probe_agreements(sd_standins.build_pipeline(torch.float64).unet, records["all"], record["log"])
     for record in records.values():
         del record["calls"]
 
+    def refusal(settings):
+        try:
+            run({}, torch.float32, settings)
+        except JaggError as error:
+            return str(error)
+
+    records["refused"] = {"unsorted": refusal(dict(frac=0, probe_every=1))}
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"  # beats what the trainer asks for
-    try:
-        run({}, torch.float32, {})
-    except JaggError as error:
-        records["refused"] = str(error)
+    records["refused"]["accumulation"] = refusal({})
     torch.save(records, os.path.join(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()
     dist.destroy_process_group()

@@ -8,18 +8,21 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkouts import HERE, paths, require_dancegrpo, require_trainer
 from launch import ROOT, torchrun
+from probes import check_log, probe_passes, read_log, wandb_history
 
 from jagg_patch import __version__
 
 require_dancegrpo()
 
 N_SAMPLES = 4
+SCRIPT = "scripts/finetune/finetune_flux_grpo_8gpus.sh"
 # name: (diffusers class, ranks to run, FSDP units under the root: the blocks; with LoRA each trainable adapter layer is one more)
 TRAINERS = {
     "train_grpo_flux": ("FluxTransformer2DModel", (1, 2), 4),
@@ -28,7 +31,7 @@ TRAINERS = {
     "train_grpo_qwenimage_edit": ("QwenImageTransformer2DModel", (2,), 2),
     "train_grpo_hunyuan": ("AutoencoderKLHunyuanVideo", (2,), 2),
     "train_grpo_skyreels_i2v": ("AutoencoderKLHunyuanVideo", (2,), 2),
-    "train_grpo_wan_2_1": ("WanTransformer3DModel", (1,), 0),  # neither sharded nor replicated
+    "train_grpo_wan_2_1": ("WanTransformer3DModel", (2,), 0),  # neither sharded nor replicated
 }
 
 # -- (a) the real train_one_step, in process
@@ -90,6 +93,38 @@ def test_the_random_numbers_are_the_unpatched_run_s(cells):
             assert torch.equal(records[cell]["rng"], records["unpatched"]["rng"])
 
 
+def probed(cells):
+    """`(cell, its record, that without the probe)` of every rank."""
+    for records in cells[1]:
+        for cell, other in {"twice probed": "twice", "W=2 probed": "W=2", "frac 0 probed": "unpatched"}.items():
+            if cell in records:
+                yield cell, records[cell], records[other]
+
+
+def test_the_probe_changes_nothing(cells):
+    for cell, record, other in probed(cells):
+        for what in ("weights", "gradient", "rng"):
+            assert torch.equal(record[what], other[what]), cell
+        assert record["returned"] == other["returned"], cell  # losses and gradient norms
+
+
+def test_the_log_has_a_line_a_training_step(cells):
+    """From one rank alone; the planned backward passes and the probe's own are all there were."""
+    for cell, record, _ in probed(cells):
+        visited, groups = {"twice probed": (5, [3]), "W=2 probed": (9, [2] * 4), "frac 0 probed": (9, [])}[cell]
+        check_log(record["log"], record["stats"], cells[0], trajectory=9, visited=visited, groups=groups)
+        assert record["passes"] == record["stats"]["backward_passes"] + probe_passes(record["log"])
+
+
+def test_the_probe_s_cosines_are_group_backward_s(cells):
+    """Over the gradient of all ranks: what FSDP has reduced, or, for Wan, which never does, their own side by side."""
+    for cell, record, _ in probed(cells):
+        for expected, measured in record["agreements"]:
+            assert measured == pytest.approx(expected, abs=1e-6), cell
+        if cell == "W=2 probed":
+            assert all(group["cosine"] == pytest.approx(1, abs=1e-6) for group in record["log"][0]["probe"][0]["groups"])
+
+
 # -- (b) the patched file as __main__, with the command line of upstream's own script
 
 
@@ -149,25 +184,30 @@ def script_arguments(script, data, out):
 
 @pytest.fixture(scope="module")
 def main_runs(dancegrpo, tmp_path_factory):
-    """`{name: (what it printed, what was seen on each rank)}` of the script: unpatched, patched and off, patched and on."""
+    """`{name: (what it printed, what was seen on each rank)}` of the script: unpatched, patched and off, patched and on.
+
+    `auto` is a training step longer.
+    """
     top = tmp_path_factory.mktemp("main")
     write_pipeline(top)
     patched = top / "patched"
     shutil.copytree(dancegrpo, patched)
     subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
     runs = {}
-    for name, tree, env in (
-        ("unpatched", dancegrpo, {}),
-        ("off", patched, {"JAGG_ENABLED": "0"}),
-        ("on", patched, {}),
+    auto = "--jagg_frac auto --jagg_probe_every 1 --jagg_log log/auto.jsonl --max_train_steps 3".split()
+    for name, tree, env, flags in (
+        ("unpatched", dancegrpo, {}, []),
+        ("off", patched, {"JAGG_ENABLED": "0", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": "log/off.jsonl"}, []),
+        ("on", patched, {}, []),
+        ("auto", patched, {}, auto),
     ):
         out = top / name
         (out / "images").mkdir(parents=True)
         (out / "hps_ckpt").mkdir()
         shutil.copy(top / "reward.pt", out / "hps_ckpt/HPS_v2.1_compressed.pt")
         env |= paths(HERE / "site", HERE, tree) | {"OBSERVE_CHECKOUT": str(tree), "OBSERVE_OUT": str(out)}
-        arguments = script_arguments(tree / "scripts/finetune/finetune_flux_grpo_8gpus.sh", top, out)
-        printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, cwd=out, env=env, timeout=600)
+        arguments = script_arguments(tree / SCRIPT, top, out)
+        printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, *flags, cwd=out, env=env, timeout=600)
         runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
     return patched, runs
 
@@ -193,6 +233,8 @@ def test_wandb_gets_the_settings(main_runs):
         "jagg_frac": 0.6,
         "jagg_schedule": "auto",
         "jagg_aggregation": "interpolate",
+        "jagg_probe_every": 0,
+        "jagg_log": "",
     }
     assert runs["off"][1][0]["wandb"]["jagg_enabled"] is False
     assert not any(key.startswith("jagg") for key in runs["unpatched"][1][0]["wandb"])
@@ -222,3 +264,67 @@ def test_the_printed_ratio_is_one_before_the_first_optimizer_step(main_runs):
 
     assert len(first_ratios("on")) == 2
     assert max(first_ratios("on")) <= max(first_ratios("unpatched"))
+
+
+def test_nothing_is_logged_when_off(main_runs):
+    patched, runs = main_runs
+    assert not (patched.parent / "off/log").exists()
+    assert "probe" not in runs["off"][0].partition("JAGG")[2]
+
+
+def test_auto_routes_a_group_that_two_probes_have_found_good(main_runs):
+    patched, runs = main_runs
+    log = read_log(patched.parent / "auto/log/auto.jsonl")
+    cosines = [[group["cosine"] for group in line["probe"][0]["groups"]] for line in log]
+    assert [line["groups"] for line in log] == [[5], [5], [5, 4]] and min(cosines[0][1], cosines[1][1]) >= 0.85
+    printed, seen = runs["auto"]
+    assert printed.count("JAGG: 2 of 2 groups are routed from here on, 1 before: cosines") == 1
+    assert all(printed.count(f"JAGG: probe at training step {number}: cosine") == 1 for number in (1, 2, 3))
+    for rank in seen:
+        assert rank["passes"] == sum(line["backward_passes"] for line in log) + probe_passes(log)
+
+
+def test_wandb_has_the_log_and_the_trainer_s_own_values_at_their_steps(main_runs):
+    """The trainer logs its first step as 1. Up to where auto routes another group, it trains as by default."""
+    top = main_runs[0].parent
+    rows = {name: wandb_history(top / name) for name in main_runs[1]}
+    own = {
+        name: {
+            step: {key: value for key, value in row.items() if not key.startswith("jagg/") and "time" not in key}
+            for step, row in history.items()
+            if step
+        }
+        for name, history in rows.items()
+    }
+    assert own["off"] == own["unpatched"] and list(own["on"]) == [1, 2] and list(own["auto"]) == [1, 2, 3]
+    assert own["auto"][1] == own["on"][1] and own["auto"][2] == own["on"][2] and "grad_norm" in own["auto"][3]
+    assert not any(key.startswith("jagg/") for name in ("off", "on") for row in rows[name].values() for key in row)
+    found = [row for row in rows["auto"].values() if "jagg/training_step" in row]
+    for row, line in zip(found, read_log(top / "auto/log/auto.jsonl"), strict=True):
+        expected = {f"jagg/{name}": value for name, value in line.items() if isinstance(value, (int, float))}
+        for entry in line["probe"]:
+            expected |= {f"jagg/cosine_W{entry['group_size']}/{n}": g["cosine"] for n, g in enumerate(entry["groups"])}
+        assert {key: value for key, value in row.items() if key.startswith("jagg/")} == expected
+
+
+def test_a_bad_setting_ends_the_script_at_start_with_the_message(main_runs):
+    patched, _ = main_runs
+    top = patched.parent
+    code = """if True:
+        import os, runpy, sys
+        del sys.argv[0]
+        for name, value in (("JAGG_FRAC", "auto"), ("JAGG_LOG", "hps_ckpt/HPS_v2.1_compressed.pt/log.jsonl")):
+            os.environ[name] = value
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                print(end)
+            del os.environ[name]
+    """
+    script, env = patched / "fastvideo/train_grpo_flux.py", paths(HERE / "site", HERE, patched, patched / "fastvideo")
+    env |= {"RANK": "0", "OBSERVE_CHECKOUT": str(patched), "OBSERVE_OUT": str(top), "PATH": ""}
+    words = [sys.executable, "-c", code, script, *script_arguments(patched / SCRIPT, top, top)]
+    printed = subprocess.run(list(map(str, words)), cwd=top / "on", env=env, check=True, capture_output=True, text=True).stdout
+    first, second = printed.strip().split("jagg_patch: ")[1:]
+    assert first == "frac=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say\n"
+    assert second.startswith("the log can't be written: ") and second.endswith("give JAGG_LOG the path of a file, or unset it")

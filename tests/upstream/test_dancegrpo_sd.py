@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
+from probes import check_log, probe_passes
 from safetensors.torch import load_file
 
 require_dancegrpo()
@@ -27,7 +28,7 @@ def cells(request, dancegrpo, tmp_path_factory):
     from sd_standins import write_working_directory
 
     out = tmp_path_factory.mktemp("cells")
-    write_working_directory(out, n_prompts=2 * request.param)
+    write_working_directory(out, n_prompts=4 * request.param)
     torchrun(
         request.param,
         HERE / "sd_cells.py",
@@ -110,7 +111,34 @@ def test_backward_passes_are_the_planned_ones_and_done_when_the_optimizer_steps(
 
 def test_gradients_that_sync_inside_a_group_are_refused(cells):
     for records in cells:
-        assert "accelerate syncs gradients every 4 steps, not a multiple of the 9 trained per sample" in records["refused"]
+        message = records["refused"]["accumulation"]
+        assert "accelerate syncs gradients every 4 steps, not a multiple of the 9 trained per sample" in message
+
+
+def test_the_probe_changes_nothing(cells):
+    for records in cells:
+        record, other = records["epochs probed"], records["epochs"]
+        assert torch.equal(record["weights"], other["weights"]) and torch.equal(record["rng"], other["rng"])
+        assert all(map(torch.equal, record["gradients"], other["gradients"])) and len(record["gradients"]) == 2
+        assert record["logged"] == other["logged"]
+
+
+def test_the_log_has_a_line_an_epoch_and_its_cosines_are_group_backward_s(cells):
+    """Of the first batch, averaged over the ranks."""
+    for records in cells:
+        record = records["epochs probed"]
+        check_log(record["log"], record["stats"], "train_grpo_sd", trajectory=9, visited=9, groups=[5])
+        assert record["passes"] == [12, 24 + probe_passes(record["log"][:1])]
+        for number, line in enumerate(record["log"]):
+            first, second = record["rollout_seconds"][2 * number : 2 * number + 2]
+            assert first + second <= line["rollout_seconds"]
+        for expected, measured in record["agreements"]:
+            assert measured == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_probe_of_samples_in_orders_of_their_own_is_refused(cells):
+    for records in cells:
+        assert records["refused"]["unsorted"].endswith("\nset JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY")
 
 
 # -- (b) the patched file as __main__, with the configuration of upstream's own script
@@ -140,7 +168,7 @@ def main_runs(dancegrpo, tmp_path_factory):
     runs = {}
     for name, tree, env in (
         ("unpatched", dancegrpo, {}),
-        ("off", patched, {"JAGG_ENABLED": "0"}),
+        ("off", patched, {"JAGG_ENABLED": "0", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": "off.jsonl"}),
         ("on", patched, {}),
     ):
         out = top / name
@@ -161,6 +189,7 @@ def test_the_script_s_hook_installs_and_the_banner_shows_once(main_runs):
     assert seen["module"] is not None and os.path.samefile(seen["module"], patched / "fastvideo/jagg_patch/__init__.py")
     assert runs["off"][0].count("on train_grpo_sd: off") == 1
     assert runs["unpatched"][1]["module"] is None
+    assert not (patched.parent / "off/off.jsonl").exists()
 
 
 def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):

@@ -13,6 +13,7 @@ from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
+from probes import check_epochs, check_log, wandb_history
 
 from jagg_patch import __version__
 
@@ -59,16 +60,16 @@ WINDOW_PASSES = {
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0].removeprefix('train_')}, {param[1]} ranks")
 def ranks(request, flow_grpo, tmp_path_factory):
-    """What flow_cells.py wrote, one a rank, with the trainer's name."""
+    """What flow_cells.py wrote, one a rank, with the trainer's name and where it wrote."""
     name, n_ranks, diffusers_class = request.param
     require_trainer(flow_grpo / "scripts", name, diffusers_class)
     out = tmp_path_factory.mktemp("flow_cells")
     env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
     torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=900)
-    return [torch.load(out / f"rank{rank}.pt") | {"trainer": name} for rank in range(n_ranks)]
+    return [torch.load(out / f"rank{rank}.pt") | {"trainer": name, "folder": out} for rank in range(n_ranks)]
 
 
-@pytest.mark.parametrize("cell", ["off", "frac 0"])
+@pytest.mark.parametrize("cell", ["off", "frac 0", "frac 0 probed"])
 def test_off_is_bit_identical(ranks, cell):
     for _, record, unpatched in pairs(ranks, cell):
         for what in ("gradients", "weights"):
@@ -145,6 +146,58 @@ def test_what_is_not_shown_to_be_right_is_refused_at_start(ranks, what, message)
         assert rank["refusals"][what].startswith(message)
 
 
+@pytest.fixture
+def probes(ranks):
+    """`[(the run with the probe, that without, and the trainer's name)]`, one a rank."""
+    if not ranks[0]["probes"]:
+        pytest.skip("flow_cells.py probes other trainers")
+    return [(rank["probes"]["probed"], rank["probes"]["plain"], rank["trainer"]) for rank in ranks]
+
+
+def test_the_probe_changes_nothing(probes):
+    """In two epochs of two optimizer steps, of the second of which nothing is probed."""
+    for probed, plain, _ in probes:
+        for what in ("gradients", "weights"):
+            assert len(plain[what]) >= 4 and all(map(torch.equal, probed[what], plain[what]))
+        assert torch.equal(probed["rng"], plain["rng"]) and probed["random"] == plain["random"]
+        assert probed["logged"] == plain["logged"]
+
+
+def test_the_log_has_a_line_an_epoch(probes):
+    for probed, _, name in probes:
+        visited, groups = (3, [3]) if name.endswith("fast") else (9, [5])
+        check_log(probed["log"], probed["stats"], name, trajectory=visited, visited=visited, groups=groups)
+
+
+def test_rollout_and_update_are_told_from_evaluation_and_from_each_other(probes):
+    check_epochs(probes[0][0])
+
+
+def test_the_probe_s_cosines_are_group_backward_s(probes):
+    """Of the first batch, averaged over the ranks, with the KL term."""
+    for probed, _, _ in probes:
+        for expected, measured in probed["agreements"]:
+            assert measured == pytest.approx(expected, abs=1e-6)
+
+
+def test_wandb_has_the_log_and_the_trainer_s_own_values_at_their_steps(ranks, probes):
+    """The trainer's steps are the optimizer's; its values are there but for pictures, which are files."""
+    history = {name: wandb_history(ranks[0]["folder"] / name) for name in ("probed", "plain")}
+    own = [
+        {
+            step: {key: value for key, value in row.items() if not key.startswith("jagg/") and isinstance(value, (int, float))}
+            for step, row in rows.items()
+        }
+        for rows in history.values()
+    ]
+    assert own[0] == own[1] and all("policy_loss" in own[0][step] for step in range(4))
+    found = [row for row in history["probed"].values() if "jagg/training_step" in row]
+    for row, line in zip(found, probes[0][0]["log"], strict=True):
+        for key in ("training_step", "update_seconds", "backward_passes_saved"):
+            assert row[f"jagg/{key}"] == line[key]
+        assert row[f"jagg/cosine_W{line['group_size']}/0"] == line["probe"][0]["groups"][0]["cosine"]
+
+
 # -- (b) the patched file as __main__, with one of upstream's own configurations
 
 
@@ -176,7 +229,7 @@ def main_runs(flow_grpo, tmp_path_factory):
     runs = {}
     for name, tree, env in (
         ("unpatched", flow_grpo, {}),
-        ("off", patched, {"JAGG_ENABLED": "0"}),
+        ("off", patched, {"JAGG_ENABLED": "0", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": "off.jsonl"}),
         ("on", patched, {}),
     ):
         out = top / name
@@ -197,6 +250,7 @@ def test_the_script_s_hook_installs_and_the_banner_shows_once(main_runs):
     assert printed.count("update 6 -> 5 (1.20x), with sampling 16 -> 15 (1.07x)") == 1
     assert printed.count("JAGG: first optimizer step after 4 backward passes through the model instead of 6") == 1
     assert runs["off"][0].count(f"JAGG {__version__} on train_sd3_fast: off") == 1
+    assert not (patched.parent / "off/off.jsonl").exists()
     for rank in seen:
         assert os.path.samefile(rank["module"], patched / "scripts/jagg_patch/__init__.py")
 

@@ -87,3 +87,8 @@ def test_ranks_take_the_same_optimizer_step(ranks):
     for cell, record in ranks[0]["cells"].items():
         assert torch.equal(record["update"], ranks[1]["cells"][cell]["update"]), cell
         assert cell.startswith("twice") or record["update"].any(), cell
+
+
+def test_the_probe_is_refused_at_the_first_training_step(ranks):
+    for rank in ranks:
+        assert rank["refusal"].startswith("the probe can't run on DeepSpeed") and "unset JAGG_PROBE_EVERY" in rank["refusal"]

@@ -10,6 +10,7 @@ from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
+from probes import check_epochs, check_log
 
 require_flow_grpo()
 
@@ -109,3 +110,19 @@ def test_policy_and_kl_terms_are_in_the_gradient(ranks):
 def test_ranks_with_different_settings_are_refused_when_they_can_talk(ranks):
     for rank in ranks:
         assert rank["refusal"].startswith("rank 1 has {'group_size': 3}, rank 0 has {'group_size': 2}")
+
+
+def test_the_probe_changes_nothing_and_finds_what_group_backward_gives(ranks):
+    """In two epochs of two optimizer steps, with an evaluation between."""
+    if not ranks[0]["probes"]:
+        pytest.skip("flow_qwen_cells.py probes the other trainer")
+    for rank in ranks:
+        probed, plain = rank["probes"]["probed"], rank["probes"]["plain"]
+        for what in ("gradients", "weights"):
+            assert len(plain[what]) >= 4 and all(map(torch.equal, probed[what], plain[what]))
+        assert torch.equal(probed["rng"], plain["rng"]) and probed["random"] == plain["random"]
+        assert probed["logged"] == plain["logged"]
+        check_log(probed["log"], probed["stats"], "train_qwenimage", trajectory=9, visited=9, groups=[5])
+        for expected, measured in probed["agreements"]:
+            assert measured == pytest.approx(expected, abs=1e-6)
+    check_epochs(ranks[0]["probes"]["probed"])

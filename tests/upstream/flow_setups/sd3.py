@@ -11,6 +11,7 @@ FULL = {"use_lora": False, "train.beta": 0.0}
 FP16 = {"mixed_precision": "fp16"}
 BF16 = {"mixed_precision": "bf16"}
 CELLS = {  # beside those of flow_cells.py
+    "frac 0 probed": ({}, dict(frac=0, probe_every=1)),
     "full unpatched": (FULL, None),
     "full W=2": (FULL, dict(group_size=2, frac=1, schedule="joint")),
     "full W=4": (FULL, dict(frac=1, schedule="joint")),

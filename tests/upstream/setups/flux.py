@@ -8,6 +8,10 @@ import torch.distributed as dist
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 ARGS = {}  # beside those of cells.py
+CELLS = {  # as well
+    "W=2 probed": ({}, dict(group_size=2, frac=1, schedule="joint", probe_every=1, log="W=2.jsonl")),
+    "frac 0 probed": ({}, dict(frac=0, probe_every=1, log="frac 0.jsonl")),
+}
 
 
 def build(name, lora=False):

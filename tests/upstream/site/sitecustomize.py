@@ -34,7 +34,7 @@ if "RANK" in os.environ and "OBSERVE_OUT" in os.environ:
 
     def recording_init(*args, **kwargs):
         seen["wandb"] = dict(vars(kwargs["config"]))
-        return wandb_init(*args, **(kwargs | {"mode": "disabled"}))
+        return wandb_init(*args, **(kwargs | {"mode": "offline"}))
 
     wandb.init = recording_init
 

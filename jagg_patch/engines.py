@@ -1,6 +1,6 @@
 """What JAGG must know of the engine that a model runs on: DDP, FSDP, DeepSpeed, or none. Found in the model that is called."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -84,39 +84,41 @@ def require_gradients_in_place(model):
 
 
 @contextmanager
-def gradients_set_aside(model):
+def gradients_set_aside(parameters):
     """Inside, no parameter has a gradient; after it, each has the one that it had before, in every bit.
 
     Yields a function that returns this rank's part of the gradients that have been accumulated since it was last called, a list
-    with a tensor for every parameter that requires one. The engine must be one that leaves them in `.grad`, and be done with its
-    reduction: as it is before an optimizer step.
+    with a tensor for every one of `parameters`. The engine must be one that leaves them in `.grad`, and be done with its
+    reduction: as it is before an optimizer step. After an exception they are dropped where they can't be put back.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # FSDP1 with use_orig_params hides the parameter whose gradient the others' are views of.
-    flat = {unit._handle.flat_param for unit in FSDP.fsdp_modules(model) if unit._handle} - set(parameters)
-    holders = [*flat, *parameters]
-    grads = [holder.grad for holder in holders]
+    grads = [parameter.grad for parameter in parameters]
     # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
-    copies = [None if p.grad is None else _local(p.grad).to("cpu", copy=True) for p in parameters]
+    copies = [None if grad is None else _local(grad).to("cpu", copy=True) for grad in grads]
 
     def clear():
-        for holder in holders:
-            holder.grad = None
+        for parameter in parameters:
+            parameter.grad = None
 
     def take():
         taken = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
         clear()
         return taken
 
+    def put_back():
+        for parameter, grad, copy in zip(parameters, grads, copies, strict=True):
+            parameter.grad = grad
+            if grad is not None:
+                _local(grad).copy_(copy)
+
     clear()
     try:
         yield take
-    finally:
-        for holder, grad in zip(holders, grads, strict=True):
-            holder.grad = grad
-        for parameter, copy in zip(parameters, copies, strict=True):
-            if copy is not None:
-                _local(parameter.grad).copy_(copy)
+    except BaseException:
+        clear()
+        with suppress(RuntimeError):  # FSDP1 is left with gathered weights, which don't take a shard's gradient
+            put_back()
+        raise
+    put_back()
 
 
 def _local(tensor):

@@ -37,7 +37,8 @@ def weighted_sum(upstream_grads, weights):
     wide = torch.promote_types(first.dtype, torch.float32)
     total = torch.zeros_like(first, dtype=wide)
     for grad, weight in zip(upstream_grads, weights.to(first.device, wide), strict=True):
-        total += weight.view(-1, *[1] * (grad.ndim - 1)) * grad if weight.ndim else weight * grad
+        # Widened first: a tensor without dimensions wouldn't widen the product.
+        total += (weight.view(-1, *[1] * (grad.ndim - 1)) if weight.ndim else weight) * grad.to(wide)
     return total.to(first.dtype)
 
 

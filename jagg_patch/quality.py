@@ -4,6 +4,9 @@ import math
 from typing import NamedTuple
 
 
+CHUNK = 2**22  # elements that are in float64 at a time
+
+
 class Agreement(NamedTuple):
     """Between an approximate gradient a and the exact one e; None where one of them is zero.
 
@@ -18,11 +21,12 @@ class Agreement(NamedTuple):
 def sums(approximate, exact):
     """`(a·e, a·a, e·e, |a-e|²)` in float64 over pairs of tensors of equal shapes; a list, to be added up over shards."""
     total = [0.0] * 4
-    for a, e in zip(approximate, exact, strict=True):
-        a, e = a.double().flatten(), e.double().flatten()
-        difference = a - e
-        for place, value in enumerate((a @ e, a @ a, e @ e, difference @ difference)):
-            total[place] += value.item()
+    for pair in zip(approximate, exact, strict=True):
+        for a, e in zip(*(tensor.flatten().split(CHUNK) for tensor in pair), strict=True):
+            a, e = a.double(), e.double()
+            difference = a - e
+            for place, value in enumerate((a @ e, a @ a, e @ e, difference @ difference)):
+                total[place] += value.item()
     return total
 
 

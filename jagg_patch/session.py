@@ -547,14 +547,19 @@ class Session:
                 "other steps than upstream's may have been trained: run with JAGG_ENABLED=0 and report this upstream version"
             )
 
-    def _before_optimizer_step(self, *_):
+    def _before_optimizer_step(self, optimizer, *_):
         try:
+            if self.probe.is_measuring:
+                raise JaggError(
+                    "an optimizer stepped inside the probe's backward passes, as one does that steps in gradient hooks\n"
+                    "the probe would train: run without JAGG_PROBE_EVERY"
+                )
             self._require_whole("the optimizer was about to step")
             self.schedule.before_optimizer_step(self.stats.groups)
             self._on_update()
             if self.probe.is_ready:
                 n_routed = sum(len(group) > 1 for group in self._groups)
-                self.probe.measure(n_routed, self._routing.all_groups(len(self._roles)))
+                self.probe.measure(optimizer, n_routed, self._routing.all_groups(len(self._roles)))
         except BaseException:
             self._failed_at = self._failed_at or "an optimizer step"
             raise

@@ -1,0 +1,70 @@
+"""The probe on a loop of upstream's shape, where it can't say anything or must not go on. tests/engines has the numbers."""
+
+import json
+
+import pytest
+import torch
+
+from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.joint import weighted_sum
+
+
+@pytest.fixture
+def probed(load_loop, tmp_path):
+    """`probed(pieces of the loop, old and new in turn, settings)`: one training step; cosines by group size, and the weights."""
+
+    def run(*pieces, in_backward=False, **settings):
+        module = load_loop("train_grpo_flux", *pieces)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        if in_backward:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: torch.optim.SGD([p], lr=0.0).step())
+        log = tmp_path / "run.jsonl"
+        install(vars(module), config=JaggConfig(log=str(log), **settings))
+        module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        (record,) = map(json.loads, log.read_text().splitlines())
+        log.unlink()
+        cosines = {probe["group_size"]: [group["cosine"] for group in probe["groups"]] for probe in record["probe"] or ()}
+        return cosines, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    return run
+
+
+def test_a_group_whose_endpoints_share_a_timestep_has_no_cosine_and_trains_on(probed):
+    """Timesteps 4, 3, 3, 3, 3, 2, …: nothing is grouped, so that training doesn't mind."""
+    few = ("torch.linspace(1, 0, args.sampling_steps + 1)", "torch.linspace(0.004, 0, args.sampling_steps + 1)")
+    cosines, weights = probed(*few, frac=0, group_size=2, probe_every=1)
+    _, unprobed = probed(*few, frac=0, group_size=2)
+    assert torch.equal(weights, unprobed)
+    assert None in cosines[2] and 1.0 in [cosine and round(cosine, 9) for cosine in cosines[2]]
+
+
+def test_a_forward_that_cannot_be_run_again_has_no_cosine(probed):
+    """The loop changes the sample in place once it has trained on it."""
+    changed = ("            loss.backward()", "            loss.backward()\n            latents[i, step] = 0")
+    cosines, weights = probed(*changed, probe_every=1)
+    assert cosines[4] == [None] * 4
+    assert torch.equal(weights, probed(*changed)[1])
+    assert None not in probed(probe_every=1)[0][4]
+
+
+def test_an_optimizer_that_steps_in_gradient_hooks_is_refused(probed):
+    with pytest.raises(JaggError, match="an optimizer stepped inside the probe's backward passes"):
+        probed(frac=0, probe_every=1, in_backward=True)
+
+
+def test_a_second_solver_step_is_refused_where_nothing_is_grouped_too(probed):
+    twice = (
+        "velocity = run_model(transformer, latents, timesteps)",
+        "velocity = run_model(transformer, latents, timesteps)\n"
+        "    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)",
+    )
+    with pytest.raises(JaggError, match="the solver step ran 2 times"):
+        probed(*twice, frac=0, probe_every=1)
+
+
+def test_a_weighted_sum_is_wider_than_half_precision_with_one_weight_a_step():
+    grads = [torch.full([1, 4], 1.0, dtype=torch.float16)] * 3
+    weights = torch.tensor([1 / 3, 1 / 3, 1 / 3])  # in fp16 they add up to 0.99976
+    assert torch.equal(weighted_sum(grads, weights), grads[0])

@@ -74,13 +74,16 @@ def drop_gradients(model):
     return True
 
 
+NO_PROBE_ON_DEEPSPEED = (
+    "the probe can't run on DeepSpeed, whose engine keeps the gradients of the update where they can't be set aside\n"
+    "unset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP"
+)
+
+
 def require_gradients_in_place(model):
     """Raise `JaggError` on an engine that doesn't leave gradients in the parameters."""
     if _deepspeed(model) is not None:
-        raise JaggError(
-            "the probe can't run on DeepSpeed, whose engine keeps the gradients of the update where they can't be set aside\n"
-            "unset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP"
-        )
+        raise JaggError(NO_PROBE_ON_DEEPSPEED)
 
 
 @contextmanager
@@ -88,8 +91,9 @@ def gradients_set_aside(parameters):
     """Inside, no parameter has a gradient; after it, each has the one that it had before, in every bit.
 
     Yields a function that returns this rank's part of the gradients that have been accumulated since it was last called, a list
-    with a tensor for every one of `parameters`. The engine must be one that leaves them in `.grad`, and be done with its
-    reduction: as it is before an optimizer step. After an exception they are dropped where they can't be put back.
+    with a tensor for every one of `parameters`: copies on a device if it is given one, else good until the next backward. The
+    engine must be one that leaves gradients in `.grad`, and be done with its reduction: as it is before an optimizer step. After
+    an exception they are dropped where they can't be put back.
     """
     grads = [parameter.grad for parameter in parameters]
     # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
@@ -99,10 +103,10 @@ def gradients_set_aside(parameters):
         for parameter in parameters:
             parameter.grad = None
 
-    def take():
-        taken = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+    def take(device=None):
+        taken = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in parameters]
         clear()
-        return taken
+        return taken if device is None else [gradient.to(device, copy=True) for gradient in taken]
 
     def put_back():
         for parameter, grad, copy in zip(parameters, grads, copies, strict=True):

@@ -34,7 +34,7 @@ class Handle:
         self._parser = None
         self._reported = False
         self._log = None
-        self._costs = {"sampled_steps": 0, "step_cost": asdict(StepCost())}  # until the trainer's arguments are parsed
+        self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost())}  # until the trainer's arguments are parsed
         self.config = None
         self.stats = Stats()
 

@@ -10,18 +10,27 @@ import torch
 from .errors import JaggError
 
 
+def now():
+    """Seconds on a clock that waits for the GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Stopwatch:
-    """Seconds of a training step's rollout and update, by a clock that waits for the GPU."""
+    """Seconds of a training step's rollout and update."""
 
     def __init__(self):
         self._began = self._update_began = None
 
     def rollout_begins(self):
-        self._began, self._update_began = self._now(), None
+        """A batch of it; the first one counts."""
+        if self._began is None:
+            self._began = now()
 
     def update_begins(self):
-        if self._update_began is None:
-            self._update_began = self._now()
+        self.rollout_begins()
+        self._update_began = now()
 
     @property
     def in_update(self):
@@ -29,13 +38,7 @@ class Stopwatch:
 
     def seconds(self):
         """`(rollout, update)` up to now."""
-        return self._update_began - self._began, self._now() - self._update_began
-
-    @staticmethod
-    def _now():
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._update_began - self._began, now() - self._update_began
 
 
 class Log:
@@ -68,6 +71,7 @@ class Log:
         values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
         for probe in record["probe"] or ():
             prefix = f"cosine_W{probe['group_size']}"
-            values |= {f"{prefix}/{n}": group["cosine"] for n, group in enumerate(probe["groups"]) if group["cosine"] is not None}
+            cosines = {f"{prefix}/{n}": group["cosine"] for n, group in enumerate(probe["groups"]) if group["cosine"] is not None}
+            values = cosines | values  # the run's own groups come first, and another split of the same W mustn't overwrite them
         # Not committed: the trainer's own steps go on as they are.
         run.log({f"jagg/{name}": value for name, value in values.items()}, commit=False)

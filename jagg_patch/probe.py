@@ -7,11 +7,9 @@ set aside meanwhile, and random numbers put back, so that training goes on as if
 """
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from .engines import gradients_set_aside
 from .errors import JaggError
 from .joint import endpoint_weights, weighted_sum
+from .log import now
 from .plan import alphas, whole_groups
 from .quality import agreement, sums
 
@@ -127,7 +126,7 @@ class Probe:
             n_routed_groups: how many of `own_groups`, the first ones, are routed.
             own_groups: the groups of the run's own group size, those that aren't routed included.
         """
-        start = time.perf_counter()
+        start = now()
         forwards = sorted(self._forwards, key=lambda forward: forward.step.indices)  # as they come, where nothing is routed
         partitions = [(self._config.group_size, own_groups)]
         size_of = {whole_groups(len(forwards), size): size for size in reversed(OTHER_SIZES)}
@@ -135,12 +134,6 @@ class Probe:
         partitions += [others[self._n_probes % len(others)]] if others else []
         self._n_probes += 1
 
-        for earlier, later in pairwise(forwards):
-            if any(i >= j for i, j in zip(earlier.step.indices, later.step.indices, strict=True)):
-                raise JaggError(
-                    "probe: the samples of a batch have their steps in orders of their own, unsorted, since nothing is grouped\n"
-                    "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
-                )
         missing = [n for n, forward in enumerate(forwards) if forward.upstream_grad is None]
         if missing:
             raise JaggError(
@@ -171,7 +164,7 @@ class Probe:
                 )
             self.result.append({"group_size": size, "groups": rows})
         self._forwards = []
-        self.seconds = time.perf_counter() - start
+        self.seconds = now() - start
 
     @contextmanager
     def _nothing_changed(self, model, optimizer):
@@ -203,7 +196,7 @@ class Probe:
             (forwards[0], forwards[-1]), endpoint_weights(weights, self._config.aggregation), strict=True
         ):
             known &= self._backward(forward, weighted_sum(upstream_grads, folding))
-        jagg = take()
+        jagg = take("cpu")
         for forward, grad in zip(forwards, upstream_grads, strict=True):
             known &= self._backward(forward, grad)
         return sums(jagg, take()) if known else [math.nan] * 4

@@ -19,11 +19,11 @@ class Agreement(NamedTuple):
 
 
 def sums(approximate, exact):
-    """`(a·e, a·a, e·e, |a-e|²)` in float64 over pairs of tensors of equal shapes; a list, to be added up over shards."""
+    """`[a·e, a·a, e·e, |a-e|²]` in float64 over pairs of tensors of equal shapes, on the exact one's device; shards add up."""
     total = [0.0] * 4
     for pair in zip(approximate, exact, strict=True):
         for a, e in zip(*(tensor.flatten().split(CHUNK) for tensor in pair), strict=True):
-            a, e = a.double(), e.double()
+            a, e = a.to(e.device).double(), e.double()
             difference = a - e
             for place, value in enumerate((a @ e, a @ a, e @ e, difference @ difference)):
                 total[place] += value.item()

@@ -173,7 +173,6 @@ class Session:
             )
         self._forget()
         self._in_training_step = True
-        self.rollout_begins()
         hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
         try:
             yield
@@ -191,10 +190,15 @@ class Session:
             self._forget()
 
     def rollout_begins(self):
-        """The training step before, if there was one, is over."""
+        """A batch of it. The training step before, if there was one, is over."""
         if self._in_training_step and self._group is None and not self._position:
             self._end_update()
             self._stopwatch.rollout_begins()
+
+    def evaluated(self):
+        """The rollouts since the last update were an evaluation's."""
+        if not self._stopwatch.in_update:
+            self._stopwatch = Stopwatch()
 
     def plan(self, n_trajectory, n_visited, shuffled=True):
         """Plan the update of a rollout, or of all of them.
@@ -217,10 +221,15 @@ class Session:
         self._groups = self._routing.groups(n_visited)
         self._roles = step_roles(n_visited, self._groups)
 
-    def _update_begins(self, model):
+    def _update_begins(self, step):
         if not self._stopwatch.in_update:
             if self.config.probe_every:
-                require_gradients_in_place(model)
+                require_gradients_in_place(step.model)
+                if len(step.indices) > 1 and not self.routes:
+                    raise JaggError(
+                        "the samples of a batch have their steps in orders of their own, unsorted, since nothing is grouped\n"
+                        "the probe can't put them together: set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
+                    )
             self._stopwatch.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
@@ -298,7 +307,7 @@ class Session:
         """
         if not self.trains:
             return forward()
-        self._update_begins(step.model)
+        self._update_begins(step)
         if self.routes:
             self._require_no_failure("the loop went on")
         try:

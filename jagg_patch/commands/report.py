@@ -110,7 +110,7 @@ def choices(found, record, threshold):
                     "lowest_mean_cosine": min(map(fmean, values[:n])),
                     "probes": min(map(len, values[:n])),
                     "update": [update_cost(visited, plan, cost) for plan in ((), planned)],
-                    "training_step": [training_step_cost(visited, sampled, plan, cost) for plan in ((), planned)],
+                    "training_step": [training_step_cost(visited, sampled or 0, plan, cost) for plan in ((), planned)],
                 }
             )
     return sorted(options, key=lambda option: (option["update"][1], -option["lowest_mean_cosine"]))
@@ -151,10 +151,10 @@ def describe(records, probed, found, options, threshold):
     ]
     for option in options:
         (update, new_update), (whole, new_whole) = option["update"], option["training_step"]
+        sampling = f", with sampling {whole:g} -> {new_whole:g} ({whole / new_whole:.2f}x)" if first["sampled_steps"] else ""
         lines.append(
             f"  W={option['group_size']:<3} frac {option['frac']:<7g} {'+'.join(map(str, option['groups'])):<12} lowest "
-            f"{option['lowest_mean_cosine']:.3f}   update {update:g} -> {new_update:g} ({update / new_update:.2f}x), "
-            f"with sampling {whole:g} -> {new_whole:g} ({whole / new_whole:.2f}x)"
+            f"{option['lowest_mean_cosine']:.3f}   update {update:g} -> {new_update:g} ({update / new_update:.2f}x){sampling}"
         )
     if options:
         best = next((option for option in options if option["probes"] >= FEW), options[0])

@@ -74,6 +74,7 @@ class DanceGrpoTrainer:
         @functools.wraps(train_one_step)
         def wrapped_train_one_step(*args, **kwargs):
             with session.training_step():
+                session.rollout_begins()
                 return train_one_step(*args, **kwargs)
 
         sample_reference_model = namespace["sample_reference_model"]

@@ -92,6 +92,8 @@ class FlowGrpoTrainer:
             "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
             "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session),
         }
+        if "eval" in namespace:
+            wrapped["eval"] = wrap.after(namespace["eval"], session.evaluated)
         if self.is_accelerate:
             wrapped["Accelerator"] = wrap.accelerator(namespace["Accelerator"], require_fit, require_fit)
         return wrapped

@@ -5,6 +5,7 @@ import inspect
 from contextlib import nullcontext
 
 from ..config import AUTO
+from ..engines import NO_PROBE_ON_DEEPSPEED
 from ..errors import JaggError
 from ..intercept import ForwardingModule, called_from
 from ..plan import plan_groups
@@ -44,6 +45,18 @@ def before(function, call):
     def wrapped_function(*args, **kwargs):
         call()
         return function(*args, **kwargs)
+
+    return wrapped_function
+
+
+def after(function, call):
+    """`function`, with `call()` after each of its calls."""
+
+    @functools.wraps(function)
+    def wrapped_function(*args, **kwargs):
+        result = function(*args, **kwargs)
+        call()
+        return result
 
     return wrapped_function
 
@@ -115,9 +128,11 @@ def start_with(namespace, name, begin, before=False):
 
 def require_fit(accelerator, n_visited, config):
     """Raise `JaggError` if groups are planned and accelerate's engine, or when it syncs gradients, doesn't suit them."""
+    engine = accelerator.distributed_type.value
+    if config.probe_every and engine == "DEEPSPEED":
+        raise JaggError(NO_PROBE_ON_DEEPSPEED)
     if not (plan_groups(n_visited, config) or config.frac == AUTO):
         return
-    engine = accelerator.distributed_type.value
     if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):
         raise JaggError(
             f"accelerate runs {engine} here, and JAGG hasn't been shown to be right on it\n"

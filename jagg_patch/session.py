@@ -227,8 +227,8 @@ class Session:
                 require_gradients_in_place(step.model)
                 if len(step.indices) > 1 and not self.routes:
                     raise JaggError(
-                        "the samples of a batch have their steps in orders of their own, unsorted, since nothing is grouped\n"
-                        "the probe can't put them together: set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
+                        "the probe can't sort the steps of a batch whose samples have orders of their own, if nothing is grouped\n"
+                        "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
                     )
             self._stopwatch.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned

@@ -60,9 +60,10 @@ def describe_probe(record):
     groups = record["probe"][0]["groups"]
     cosines = ["unknown" if group["cosine"] is None else f"{group['cosine']:.3f}" for group in groups]
     shown = [cosine if group["routed"] else f"({cosine})" for cosine, group in zip(cosines, groups, strict=True)]
+    brackets = ", in brackets what isn't grouped" if not all(group["routed"] for group in groups) else ""
     return (
-        f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {' '.join(shown)}, "
-        f"in brackets what isn't grouped ({record['probe_seconds']:.1f} s)"
+        f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {' '.join(shown)}{brackets} "
+        f"({record['probe_seconds']:.1f} s)"
     )
 
 

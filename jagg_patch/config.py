@@ -43,6 +43,10 @@ def _whole(value):
     return int(value)
 
 
+def _path(value):
+    return "" if value is None else os.fspath(value) + ""  # not bytes
+
+
 def _switch(value):
     return {"0": False, "1": True, False: False, True: True}[value]
 
@@ -85,7 +89,7 @@ class JaggConfig:
         _at_least(0),
         "every so many training steps, measure how near each group's gradient is to the exact one; 0 never",
     )
-    log: str = _setting("", str, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
+    log: str = _setting("", _path, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
 
     def __post_init__(self):
         for setting in fields(self):
@@ -145,6 +149,6 @@ def add_flags(parser):
         group.add_argument(
             f"--{FLAG_PREFIX}{setting.name}",
             metavar=setting.name.upper(),
-            help=f"{rule['help']}; {rule['accepts']} (default {default})",
+            help=f"{rule['help']}; {rule['accepts']} (default {default if default != '' else 'none'})",
         )
     parser.has_jagg_flags = True

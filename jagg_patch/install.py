@@ -165,6 +165,7 @@ def require_same_on_all_ranks(config):
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     mine = {"version": __version__} | config.as_dict()
+    del mine["log"]  # the first rank's alone
     settings = [None] * dist.get_world_size()
     dist.all_gather_object(settings, mine)
     for rank, other in enumerate(settings):

@@ -1,6 +1,7 @@
 """The log of a run: one record a training step, as a line of JSON and in the trainer's own wandb run."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,19 +19,20 @@ def now():
 
 
 class Stopwatch:
-    """Seconds of a training step's rollout and update."""
+    """Seconds of a training step's rollout and update; `waits` for the GPU where somebody will read them."""
 
-    def __init__(self):
+    def __init__(self, waits):
+        self._now = now if waits else time.perf_counter
         self._began = self._update_began = None
 
     def rollout_begins(self):
         """A batch of it; the first one counts."""
         if self._began is None:
-            self._began = now()
+            self._began = self._now()
 
     def update_begins(self):
         self.rollout_begins()
-        self._update_began = now()
+        self._update_began = self._now()
 
     @property
     def in_update(self):
@@ -38,27 +40,33 @@ class Stopwatch:
 
     def seconds(self):
         """`(rollout, update)` up to now."""
-        return self._update_began - self._began, now() - self._update_began
+        return self._update_began - self._began, self._now() - self._update_began
 
 
 class Log:
     """Appends to the file at `path`, where one is named. Raises `JaggError` if it can't be written to."""
 
     def __init__(self, path):
-        self._path = Path(path).expanduser() if path else None
+        self._path = None
         self._defined_in = None  # the wandb run that knows our x axis
-        if self._path is not None:
+        if path:
             try:
+                self._path = Path(path).expanduser().absolute()  # the trainer may change its folder
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "a"):
-                    pass
-            except OSError as error:
+                with open(self._path, "ab+") as file:
+                    if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                        file.write(b"\n")  # after a line that a killed run left unfinished
+            except (OSError, RuntimeError, ValueError) as error:
                 raise JaggError(f"the log can't be written: {error}\ngive JAGG_LOG the path of a file, or unset it") from None
 
     def write(self, record):
         if self._path is not None:
-            with open(self._path, "a") as file:  # each time: a full disk or a moved file then fails here, not at the end
-                file.write(json.dumps(record) + "\n")
+            try:
+                with open(self._path, "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                print(f"JAGG: the log can't be written any more: {error}\nthe run goes on without it", flush=True)
+                self._path = None
         self._to_wandb(record)
 
     def _to_wandb(self, record):

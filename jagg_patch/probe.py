@@ -77,7 +77,7 @@ class Probe:
     def begin(self, training_step, n_visited):
         """A training step's update, of `n_visited` steps a sample, is about to begin."""
         every = self._config.probe_every
-        self._n_awaited = n_visited if every and training_step % every == 0 else 0
+        self._n_awaited = n_visited if every and training_step % every == 0 and n_visited > 1 else 0
         self._forwards = []
         self._watched = None  # the one that is running
         self._outputs = None  # while a forward runs again: the model outputs that its solver step is given
@@ -115,8 +115,12 @@ class Probe:
         self._outputs.append(model_output.clone())  # the trainer may change its own in place
 
     @property
+    def is_due(self):
+        return self._n_awaited > 0 and self.result is None
+
+    @property
     def is_ready(self):
-        return self._n_awaited > 0 and self.result is None and len(self._forwards) == self._n_awaited
+        return self.is_due and len(self._forwards) == self._n_awaited
 
     def measure(self, optimizer, n_routed_groups, own_groups):
         """Compare; all ranks at once. Sets `result`, one dict a group size, and `seconds`.

@@ -10,7 +10,6 @@ from .plan import groups_at_start, plan_groups, whole_groups
 
 GROW = 0.85  # the first group that isn't routed must reach this to be
 SHRINK = 0.75  # a routed group below this isn't any more, nor those after it
-AGREEING = 2  # probes in a row
 
 
 class Routing:
@@ -25,7 +24,7 @@ class Routing:
         self._config = config
         self._say = say
         self._n_routed = None  # groups, under auto
-        self._wish, self._n_wishes = None, 0
+        self._wish = None  # how many the probe before would have routed
 
     def groups(self, n_steps):
         """Routed groups among `n_steps` visited ones, as `plan_groups` returns them."""
@@ -53,12 +52,11 @@ class Routing:
         n_good = next((n for n, cosine in enumerate(cosines[: self._n_routed]) if cosine < SHRINK), self._n_routed)
         if n_good == self._n_routed < len(cosines) and cosines[n_good] >= GROW:
             n_good += 1
-        wish = (n_good > self._n_routed) - (n_good < self._n_routed)
-        self._n_wishes = self._n_wishes + 1 if wish == self._wish else 1
-        self._wish = wish
-        if wish and self._n_wishes >= AGREEING:
-            measured = " ".join(f"{cosine:.3f}" for cosine in cosines)
-            self._say(
-                f"JAGG: {n_good} of {len(cosines)} groups are routed from here on, {self._n_routed} before: cosines {measured}"
-            )
-            self._n_routed, self._wish, self._n_wishes = n_good, None, 0
+        before, self._wish = self._wish, n_good
+        # Two in a row that want more, or less; of these the one that changes less.
+        if before is None or (before - self._n_routed) * (n_good - self._n_routed) <= 0:
+            return
+        n_good = min(before, n_good, key=lambda n: abs(n - self._n_routed))
+        measured = " ".join(f"{cosine:.3f}" for cosine in cosines)
+        self._say(f"JAGG: {n_good} of {len(cosines)} groups are routed from here on, {self._n_routed} before: cosines {measured}")
+        self._n_routed, self._wish = n_good, None

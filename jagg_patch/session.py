@@ -136,6 +136,7 @@ class Session:
         self.schedule = Schedule(config.schedule, say)
         self.probe = Probe(config)
         self._routing = Routing(config, say)
+        self._say = say
         self._on_update = on_update
         self._on_training_step = on_training_step
         self._spoilt_at = None  # a group of which a part is among the gradients for good
@@ -157,7 +158,7 @@ class Session:
         self._role = None  # of the step whose forward is running
         self._solver_calls = 0
         self._group = None
-        self._stopwatch = Stopwatch()
+        self._restart_stopwatch()
         self.probe.begin(0, 0)
 
     @contextmanager
@@ -195,10 +196,13 @@ class Session:
             self._end_update()
             self._stopwatch.rollout_begins()
 
+    def _restart_stopwatch(self):
+        self._stopwatch = Stopwatch(waits=bool(self.config.log or self.config.probe_every))
+
     def evaluated(self):
         """The rollouts since the last update were an evaluation's."""
         if not self._stopwatch.in_update:
-            self._stopwatch = Stopwatch()
+            self._restart_stopwatch()
 
     def plan(self, n_trajectory, n_visited, shuffled=True):
         """Plan the update of a rollout, or of all of them.
@@ -227,7 +231,7 @@ class Session:
                 require_gradients_in_place(step.model)
                 if len(step.indices) > 1 and not self.routes:
                     raise JaggError(
-                        "the probe can't sort the steps of a batch whose samples have orders of their own, if nothing is grouped\n"
+                        "the probe can't sort the steps of a batch whose samples have their own orders, if nothing is grouped\n"
                         "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
                     )
             self._stopwatch.update_begins()
@@ -240,9 +244,11 @@ class Session:
             return
         self.stats.training_steps += 1
         rollout_seconds, update_seconds = self._stopwatch.seconds()
-        self._stopwatch = Stopwatch()
+        self._restart_stopwatch()
         passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
         visited, grouped = len(self._roles), [len(group) for group in self._groups if len(group) > 1]
+        if self.probe.is_due:
+            self._say(f"JAGG: no probe at training step {self.stats.training_steps}: the optimizer didn't step in it")
         self._on_training_step(
             {
                 "training_step": self.stats.training_steps,

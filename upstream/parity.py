@@ -188,4 +188,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: the same command goes on with the run that it was at, from its beginning")

@@ -7,6 +7,14 @@ from datetime import date
 import torch
 
 from .. import __version__
+from ..errors import JaggError
+
+
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JaggError(f"the folder can't be made: {error}\ngive --out another one") from None
 
 
 def made_by(command, **more):

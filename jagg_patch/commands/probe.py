@@ -21,7 +21,7 @@ from ..errors import JaggError
 from ..joint import endpoint_weights, weighted_sum
 from ..plan import alphas, plan_groups
 from ..quality import agreement, sums
-from . import made_by
+from . import made_by, make_folder
 
 VISITED = ("all", "random", "window")
 VISITED_SHARE = 0.6  # of "random", as upstream's --timestep_fraction, and of "window"
@@ -408,15 +408,17 @@ def add_arguments(parser):
 
 
 def run(args):
-    if args.prompts < 1 or args.samples < 2 or args.sampling_steps < 5 or min(args.etas + args.shifts) <= 0:
-        raise JaggError("the probe needs 1 prompt group, 2 samples, 5 sampling steps at least, and eta and shift above 0")
+    least = (args.prompts, 1), (args.samples, 2), (args.sampling_steps, 5), (min(args.group_sizes), 2)
+    if any(given < needed for given, needed in least) or min(args.etas + args.shifts) <= 0:
+        raise JaggError("the probe needs 1 prompt group, 2 samples, 5 sampling steps and W=2 at least, and eta and shift above 0")
     probe = Probe(args.mini, args.sampling_steps)
     try:
         import matplotlib  # noqa: F401  before the minutes of measuring
         import tqdm  # noqa: F401
     except ImportError as error:
         raise needs(error) from error
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
+    torch.set_num_threads(1)  # the model is too small for more to help, and on a busy machine they hinder a lot
     results = measure(probe, args)
     settings = {name: vars(args)[name] for name in SETTINGS}
     results = {"made_by": made_by("python -m jagg_patch probe --out OUT"), "settings": settings} | results

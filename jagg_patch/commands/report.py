@@ -6,10 +6,12 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
+from .. import __version__
 from ..config import JaggConfig
 from ..cost import StepCost, training_step_cost, update_cost
 from ..errors import JaggError
 from ..plan import plan_groups
+from . import make_folder
 
 SAME = ("trainer", "aggregation", "trajectory", "visited", "sampled_steps", "step_cost")  # in all records of a report
 FEW = 3  # probes: nothing is recommended on fewer, unless there are no more
@@ -24,51 +26,58 @@ def add_arguments(parser):
 
 
 def run(args):
+    if not 0 <= args.threshold <= 1:
+        raise JaggError(f"a cosine of at least {args.threshold:g} can't be asked for\n--threshold takes a number from 0 to 1")
     records = [record for log in args.logs for record in read(log)]
+    for record in records:
+        for name in SAME:
+            if record[name] != records[0][name]:
+                raise JaggError(
+                    f"the logs are of runs that aren't alike: {name} is {records[0][name]} and {record[name]}\n"
+                    "report on them one at a time"
+                )
     probed = [record for record in records if record["probe"]]
     if not probed:
         raise JaggError(
             f"{', '.join(map(str, args.logs))}: {len(records)} training steps, none of them probed\n"
             "run with JAGG_PROBE_EVERY=10, say, for long enough"
         )
-    for record in probed:
-        for name in SAME:
-            if record[name] != probed[0][name]:
-                raise JaggError(
-                    f"the logs are of runs that aren't alike: {name} is {probed[0][name]} and {record[name]}\n"
-                    "report on them one at a time"
-                )
-    found = cosines(probed)
-    options = choices(found, probed[0], args.threshold)
-    print(describe(records, probed, found, options, args.threshold))
+    try:
+        found = cosines(probed)
+        options = choices(found, probed[0], args.threshold)
+        text = describe(records, probed, found, options, args.threshold)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise JaggError(
+            f"the log isn't one of JAGG {__version__}: {type(error).__name__} {error}\nreport with the version that wrote it"
+        ) from error
+    print(text)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        report = {
-            "threshold": args.threshold,
-            "groups": [entry | {"cosines": values} for entry, values in found],
-            "choices": options,
-        }
+        make_folder(args.out)
+        measured = [entry | {"cosines": values} for entry, values in found]
+        report = {"threshold": args.threshold, "measured": measured, "choices": options}
         (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         plot(probed, found, args.threshold, args.out / "report.png")
         print(f"in {args.out}: report.png, report.json")
 
 
 def read(path):
-    """The records of a log. A last line that a killed run left half-written is passed over."""
+    """The records of a log. Lines that a killed run or a full disk has left unreadable are passed over, if there are others."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise JaggError(f"{path}: {error}\nname the file that JAGG_LOG named in the run") from None
+        raise JaggError(f"{path}: {error}\nname the file that JAGG_LOG named, as seen from this folder") from None
     records = []
-    for number, line in enumerate(lines, 1):
+    for line in lines:
         try:
             record = json.loads(line)
             [record[name] for name in (*SAME, "probe")]
         except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise JaggError(f"{path}, line {number}: not a record of a training step\nname a log of JAGG_LOG") from None
             continue
         records.append(record)
+    if not records:
+        raise JaggError(
+            f"{path}: none of its {len(lines)} lines is a record of a training step\nname the file that JAGG_LOG named"
+        )
     return records
 
 
@@ -100,8 +109,8 @@ def choices(found, record, threshold):
                 break
             config = JaggConfig(group_size=entry["group_size"], frac=as_frac(groups[n - 1].stop, visited))
             planned = [group for group in plan_groups(visited, config) if len(group) > 1]
-            if planned != groups[:n]:
-                continue  # that many steps would be grouped in another way than they were measured in
+            if planned != groups[:n] or sum(map(len, planned)) == 2 * len(planned):
+                continue  # that many steps would be grouped otherwise than they were measured, or nothing would be saved
             options.append(
                 {
                     "group_size": config.group_size,
@@ -159,6 +168,8 @@ def describe(records, probed, found, options, threshold):
     if options:
         best = next((option for option in options if option["probes"] >= FEW), options[0])
         lines.append(f"recommended: JAGG_GROUP_SIZE={best['group_size']} JAGG_FRAC={best['frac']:g}")
+        if best is not options[0]:
+            lines.append(f"  the cheaper ones were measured less than {FEW} times")
         if best["probes"] < FEW:
             lines.append(f"  measured {best['probes']} times only: probe more training steps before you rely on it")
     else:

@@ -27,6 +27,7 @@ def main(out, *engines):
     if unknown:
         raise SystemExit(f"no engine {', '.join(unknown)}: there are {', '.join(ENGINES)}")
     print(HEADER)
+    n_failed = 0
     for engine in engines or ENGINES:
         folder = Path(out).resolve() / engine.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,6 +35,7 @@ def main(out, *engines):
             failed = [f"{run}: {record['failed'].strip().splitlines()[-1]}" for run, record in runs.items() if "failed" in record]
             if failed:
                 print(f"| {engine} | {name} | {failed[0]} |")
+                n_failed += 1
                 continue
             cell = ENGINES[engine].cells[name]
             errors = [relative_error(runs[schedule], runs["reference"]) for schedule in ("joint", "sequential")]
@@ -44,9 +46,10 @@ def main(out, *engines):
                 calls(runs, cell, "reducescatter", "allreduce"),
             )
             print(f"| {engine} | {name} | {' | '.join(cells)} |", flush=True)
+    return f"{n_failed} cells could not be run: tests/run.sh installs what they need" if n_failed else None
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

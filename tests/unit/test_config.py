@@ -65,6 +65,15 @@ def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):
         assert len(text.splitlines()) == 2
 
 
+def test_a_log_is_a_path():
+    from pathlib import Path
+
+    assert JaggConfig(log=Path("a/run.jsonl")).log == "a/run.jsonl" and JaggConfig(log=None).log == ""
+    for value in (5, b"run.jsonl"):
+        with pytest.raises(JaggError, match="log takes a path"):
+            JaggConfig(log=value)
+
+
 def test_frac_may_be_auto_and_a_flag_may_bring_the_probe_that_it_needs():
     config = resolve({"JAGG_FRAC": "auto"}, "--jagg_probe_every", "10", "--jagg_log", "run.jsonl")
     assert (config.frac, config.probe_every, config.log) == ("auto", 10, "run.jsonl")

@@ -27,9 +27,38 @@ def test_records_are_added_to_the_file_and_its_folder_made(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_refused_at_start(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file/run.jsonl"):
+    for path in (tmp_path, tmp_path / "file/run.jsonl", "~nobody-of-that-name/run.jsonl"):
         with pytest.raises(JaggError, match="the log can't be written"):
             Log(str(path))
+
+
+def test_a_line_that_a_killed_run_left_unfinished_stays_one_line(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"training_step": 1}\n{"train')
+    Log(str(path)).write(RECORD)
+    Log(str(path)).write(RECORD)
+    assert [line[:16] for line in path.read_text().splitlines()] == [
+        '{"training_step"',
+        '{"train',
+        '{"training_step"',
+        '{"training_step"',
+    ]
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(capsys):
+    log = Log("/dev/full")
+    log.write(RECORD)
+    log.write(RECORD)
+    assert capsys.readouterr().out.count("the log can't be written any more") == 1
+
+
+def test_the_trainer_may_change_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log = Log("run.jsonl")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    log.write(RECORD)
+    assert (tmp_path / "run.jsonl").read_text().count("\n") == 1
 
 
 def test_without_a_path_only_wandb_gets_it_and_without_a_run_nobody(tmp_path, monkeypatch):

@@ -49,6 +49,16 @@ def test_a_forward_that_cannot_be_run_again_has_no_cosine(probed):
     assert None not in probed(probe_every=1)[0][4]
 
 
+@pytest.mark.parametrize("settings", [{}, {"frac": "auto"}])
+def test_a_single_visited_step_is_not_probed(probed, settings):
+    assert probed("timestep_fraction=1.0", "timestep_fraction=0.07", probe_every=1, **settings)[0] == {}
+
+
+def test_a_probe_that_no_optimizer_step_comes_to_says_so(probed, capsys):
+    assert probed("gradient_accumulation_steps=2", "gradient_accumulation_steps=4", probe_every=1)[0] == {}
+    assert "no probe at training step 1: the optimizer didn't step in it" in capsys.readouterr().out
+
+
 def test_an_optimizer_that_steps_in_gradient_hooks_is_refused(probed):
     with pytest.raises(JaggError, match="an optimizer stepped inside the probe's backward passes"):
         probed(frac=0, probe_every=1, in_backward=True)

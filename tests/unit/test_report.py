@@ -107,7 +107,8 @@ def test_the_command_prints_plots_and_recommends(tmp_path, report):
 
 def test_what_was_measured_once_is_not_recommended_over_what_was_measured_often(tmp_path, report):
     once = record(5, {8: [(9, 0.99)]})
-    assert "recommended: JAGG_GROUP_SIZE=4" in report(log(tmp_path, *RUN, once))
+    often = report(log(tmp_path, *RUN, once))
+    assert "recommended: JAGG_GROUP_SIZE=4 JAGG_FRAC=0.6\n  the cheaper ones were measured less than 3 times" in often
     alone = report(log(tmp_path, once))
     assert "recommended: JAGG_GROUP_SIZE=8 JAGG_FRAC=1\n  measured 1 times only" in alone
 
@@ -122,10 +123,12 @@ def test_logs_of_runs_alike_are_put_together_and_others_refused(tmp_path, report
     ("text", "message"),
     [
         (None, "No such file"),
-        ("", "none of them probed"),
+        ("", "none of its 0 lines is a record"),
         (json.dumps(record(1)) + "\n", "1 training steps, none of them probed"),
-        ('{"reward": 1}\n' + json.dumps(RUN[1]) + "\n", "line 1: not a record"),
-        ("[]\n" + json.dumps(RUN[1]) + "\n", "line 1: not a record"),
+        ('{"reward": 1}\n[]\n', "none of its 2 lines is a record"),
+        (json.dumps(RUN[1] | {"update_seconds": None}), "the log isn't one of JAGG"),
+        (json.dumps(RUN[1] | {"step_cost": {"newer": 1}}), "the log isn't one of JAGG"),
+        (json.dumps(RUN[1]) + "\n" + json.dumps(record(1, visited=5)), "visited is 9 and 5"),
     ],
 )
 def test_what_is_no_log_of_a_probed_run_is_refused_in_two_lines(tmp_path, report, text, message):
@@ -136,7 +139,18 @@ def test_what_is_no_log_of_a_probed_run_is_refused_in_two_lines(tmp_path, report
     assert message in said and len(said.splitlines()) == 2
 
 
-def test_a_last_line_cut_off_by_a_kill_is_passed_over(tmp_path, report):
+def test_lines_that_a_kill_has_cut_off_are_passed_over(tmp_path, report):
     path = log(tmp_path, *RUN)
-    path.write_text(path.read_text() + '{"trainer": "train_gr')
+    path.write_text('{"trainer": "train_gr\n\n' + path.read_text() + '{"trainer": "train_gr')
     assert "4 training steps, 3 probed" in report(path)
+
+
+def test_a_threshold_that_is_no_cosine_and_a_folder_that_cannot_be_made_are_refused(tmp_path, report):
+    for threshold in ("nan", "2"):
+        assert "--threshold takes" in report(log(tmp_path, *RUN), "--threshold", threshold, fails=True)
+    assert "the folder can't be made" in report(log(tmp_path, *RUN), "--out", log(tmp_path, *RUN) / "report", fails=True)
+
+
+def test_groups_of_two_are_no_choice(tmp_path, report):
+    """They save nothing."""
+    assert "recommended" not in report(log(tmp_path, *[record(step, {2: [(2, 1.0), (2, 1.0)]}) for step in (1, 2, 3)]))

@@ -29,6 +29,7 @@ def test_it_grows_by_one_group_whenever_two_probes_in_a_row_say_so():
 def test_it_shrinks_to_before_the_first_bad_group():
     bad = [0.9, 0.7, 0.9, 0.9, 0.9]
     assert routed_after(bad, bad) == [3, 3, 1]
+    assert routed_after(bad, [0.7, 0.9, 0.9, 0.9, 0.9]) == [3, 3, 1]  # the first group was bad once
     worst = [0.7, 0.9, 0.9, 0.9, 0.9]
     assert routed_after(worst, worst, GOOD, GOOD) == [3, 3, 0, 0, 1]
 

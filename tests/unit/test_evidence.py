@@ -99,7 +99,10 @@ def test_the_report_of_a_run_of_the_mini_trainer(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in readme()
 
 
-@pytest.mark.parametrize("name", ["probe-results/probe", "parity-results/parity", "demo-results/comparison", "flow-results/fast"])
+FILES = ["probe-results/probe", "parity-results/parity", "demo-results/comparison", "flow-results/fast", "report-results/made_by"]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_each_result_says_what_made_it(name):
     made_by = result(name).get("made_by", result(name))
     assert {"command", "date", "machine", "jagg"} <= set(made_by)

@@ -323,7 +323,8 @@ class Session:
                 self.stats.exact_steps += 1
                 return forward()
         except BaseException:
-            self._failed_at = self._failed_at or f"sample {self._sample}, visited step {self._position}"
+            if self.routes:  # else the loop may pass over it, as it does unpatched
+                self._failed_at = self._failed_at or f"sample {self._sample}, visited step {self._position}"
             raise
 
     def _expected(self, batch_size, position):

@@ -74,6 +74,22 @@ def test_a_second_solver_step_is_refused_where_nothing_is_grouped_too(probed):
         probed(*twice, frac=0, probe_every=1)
 
 
+def test_where_nothing_is_grouped_a_failed_forward_may_be_passed_over(probed):
+    """As unpatched: frac 0 changes nothing of a trainer."""
+    passed_over = (
+        "def run_model(model, latents, timesteps):\n",
+        "def run_model(model, latents, timesteps):\n"
+        "    if torch.is_grad_enabled() and timesteps == 500:\n        raise MemoryError\n",
+        "            new_log_probs = grpo_one_step(",
+        "            try: new_log_probs = grpo_one_step(",
+        "                sigmas,\n            )\n",
+        "                sigmas,\n            )\n            except MemoryError: continue\n",
+    )
+    probed(*passed_over, frac=0)
+    with pytest.raises(JaggError, match="had failed"):
+        probed(*passed_over)
+
+
 def test_a_weighted_sum_is_wider_than_half_precision_with_one_weight_a_step():
     grads = [torch.full([1, 4], 1.0, dtype=torch.float16)] * 3
     weights = torch.tensor([1 / 3, 1 / 3, 1 / 3])  # in fp16 they add up to 0.99976

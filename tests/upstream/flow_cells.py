@@ -99,7 +99,7 @@ WINDOW_CELLS = {
 
 
 # Runs of two epochs with upstream's own evaluation before each, and two optimizer steps in each.
-PROBED = ("train_sd3", "train_sd3_fast", "train_flux")
+PROBED = ("train_sd3", "train_sd3_fast", "train_flux", "train_flux_fast", "train_flux_kontext")
 EPOCHS = {"train.num_inner_epochs": 2, "sample.eval_num_steps": 2, "sample.test_batch_size": 8}
 
 

@@ -158,7 +158,7 @@ def main(checkout, name, out):
         record["exact_errors"] = [relative_error(*pair) for pair in zip(record["gradients"], source["gradients"], strict=True)]
         if record["stats"] and record["stats"]["groups"]:
             record["oracle_error"] = relative_error(record["gradients"][0], expected_gradient(record, source))
-    probes = probed_records() if name == "train_qwenimage" else {}
+    probes = probed_records()
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
     torch.save({"cells": records, "sources": sources, "refusal": refusal, "probes": probes}, out / f"rank{rank}.pt")

@@ -150,7 +150,7 @@ def test_what_is_not_shown_to_be_right_is_refused_at_start(ranks, what, message)
 def probes(ranks):
     """`[(the run with the probe, that without, and the trainer's name)]`, one a rank."""
     if not ranks[0]["probes"]:
-        pytest.skip("flow_cells.py probes other trainers")
+        pytest.skip("flow_cells.py doesn't run this trainer with the probe")
     return [(rank["probes"]["probed"], rank["probes"]["plain"], rank["trainer"]) for rank in ranks]
 
 

@@ -114,15 +114,13 @@ def test_ranks_with_different_settings_are_refused_when_they_can_talk(ranks):
 
 def test_the_probe_changes_nothing_and_finds_what_group_backward_gives(ranks):
     """In two epochs of two optimizer steps, with an evaluation between."""
-    if not ranks[0]["probes"]:
-        pytest.skip("flow_qwen_cells.py probes the other trainer")
     for rank in ranks:
         probed, plain = rank["probes"]["probed"], rank["probes"]["plain"]
         for what in ("gradients", "weights"):
             assert len(plain[what]) >= 4 and all(map(torch.equal, probed[what], plain[what]))
         assert torch.equal(probed["rng"], plain["rng"]) and probed["random"] == plain["random"]
         assert probed["logged"] == plain["logged"]
-        check_log(probed["log"], probed["stats"], "train_qwenimage", trajectory=9, visited=9, groups=[5])
+        check_log(probed["log"], probed["stats"], probed["log"][0]["trainer"], trajectory=9, visited=9, groups=[5])
         for expected, measured in probed["agreements"]:
             assert measured == pytest.approx(expected, abs=1e-6)
     check_epochs(ranks[0]["probes"]["probed"])

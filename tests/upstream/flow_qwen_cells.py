@@ -133,7 +133,7 @@ def main(checkout, name, out):
         probed = run(changes, {}, 4)
         del os.environ["JAGG_PROBE_EVERY"], os.environ["JAGG_LOG"]
         dist.barrier()
-        source = records["window 0 unpatched"]  # it evaluates after its first epoch only
+        source = run(changes, None, 4)  # with the evaluation before it, which draws random numbers in the edit trainer
         probed["log"] = read_log(log)
         probed["agreements"] = agreements(
             probed["log"][0]["probe"],

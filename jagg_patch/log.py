@@ -54,8 +54,10 @@ class Log:
                 self._path = Path(path).expanduser().absolute()  # the trainer may change its folder
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "ab+") as file:
-                    if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-                        file.write(b"\n")  # after a line that a killed run left unfinished
+                    if file.tell():
+                        file.seek(-1, os.SEEK_END)
+                        if file.read() != b"\n":
+                            file.write(b"\n")  # after a line that a killed run left unfinished
             except (OSError, RuntimeError, ValueError) as error:
                 raise JaggError(f"the log can't be written: {error}\ngive JAGG_LOG the path of a file, or unset it") from None
 

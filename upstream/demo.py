@@ -32,9 +32,12 @@ RUNS = {"off": "JAGG off", "on": "JAGG on"}
 LAST = 10  # training steps that "first" and "last" average over
 
 
-def patched_copy(out):
-    """A copy of the mini trainer under `out`, with the hook put in by apply.sh."""
+def patched_copy(out, command):
+    """A copy of the mini trainer in the folder `out` of `command`, with the hook put in by apply.sh."""
     trainer = out / "trainer"
+    if out.is_dir() and any(out.iterdir()) and not trainer.is_dir():
+        sys.exit(f"{out} has files of others\nname an empty or a new folder: {command}")
+    out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(trainer, ignore_errors=True)
     shutil.copytree(HERE / "mini", trainer, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([HERE.parent / "apply.sh", "--only", "train_grpo_flux", trainer], check=True, stdout=subprocess.DEVNULL)
@@ -175,11 +178,7 @@ def main():
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     out = args.out.resolve()
-    if out.is_dir() and any(out.iterdir()) and not (out / "trainer").is_dir():
-        sys.exit(f"{out} has files that are not the demo's\nname an empty or a new folder: ./apply.sh --demo OUT")
-    out.mkdir(parents=True, exist_ok=True)
-
-    trainer = patched_copy(out)
+    trainer = patched_copy(out, "./apply.sh --demo OUT")
     metrics = {}
     for name, title in RUNS.items():
         print(f"\n== {title}: scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}", flush=True)

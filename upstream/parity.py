@@ -152,11 +152,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103, 104, 105])
     args = parser.parse_args()
     out = args.out.resolve()
-    if out.is_dir() and any(out.iterdir()) and not (out / "trainer").is_dir():
-        sys.exit(f"{out} has files that are not this script's\nname an empty or a new folder: python upstream/parity.py OUT")
-    out.mkdir(parents=True, exist_ok=True)
-
-    trainer = patched_copy(out)
+    trainer = patched_copy(out, "python upstream/parity.py OUT")
 
     def metrics(folder, arm, seed, n_steps):
         run = out / folder / f"{list(ARMS).index(arm)}-{seed}"

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.intercept import ForwardingModule
+from jagg_patch.trainers import TRAINERS
 
 LOOP = Loop(
     step="compute_log_prob",
@@ -99,7 +100,6 @@ WINDOW_CELLS = {
 
 
 # Runs of two epochs with upstream's own evaluation before each, and two optimizer steps in each.
-PROBED = ("train_sd3", "train_sd3_fast", "train_flux", "train_flux_fast", "train_flux_kontext")
 EPOCHS = {"train.num_inner_epochs": 2, "sample.eval_num_steps": 2, "sample.test_batch_size": 8}
 
 
@@ -119,17 +119,18 @@ def whole_epochs(trainer, evaluate, weights, n_updates):
 
     Yields a list of what ran in between, `(function, start, end)` in seconds, in the order of their ends.
     """
-    names = ("eval", "pipeline_with_logprob", "compute_log_prob")
+    rollout = TRAINERS[trainer.__name__].rollout
+    names = ("eval", rollout, "compute_log_prob")
     functions, events = [getattr(trainer, name) for name in names], []
 
     def timed(name, function):
         @wraps(function)
         def timed_function(*args, **kwargs):
-            if name == "pipeline_with_logprob" and len(weights) >= n_updates:
+            if name == rollout and len(weights) >= n_updates:
                 raise OneEpochIsOver
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            events.append((name, start, time.perf_counter()))
+            events.append(("rollout" if name == rollout else name, start, time.perf_counter()))
             return result
 
         return timed_function
@@ -143,6 +144,25 @@ def whole_epochs(trainer, evaluate, weights, n_updates):
         hook.remove()
         for name, function in zip(names, functions, strict=True):
             setattr(trainer, name, function)
+
+
+def run_main(trainer, transformer, handle, evaluate, weights, n_updates):
+    """The trainer's `main` until it ends or stops at `OneEpochIsOver`; `n_updates` as `whole_epochs` has it, or None.
+
+    Returns what an `Observer` saw, the training forwards where nothing is installed, and what `whole_epochs` yields.
+    """
+    with (
+        whole_epochs(trainer, evaluate, weights, n_updates) if n_updates else nullcontext() as events,
+        Observer(transformer).watching() as seen,
+        recorded_steps(trainer, LOOP) if handle is None else nullcontext() as steps,
+        suppress(OneEpochIsOver),
+    ):
+        try:
+            trainer.main(None)
+        finally:
+            if handle:
+                handle.uninstall()
+    return seen, steps, events
 
 
 def running(accelerator, engine):
@@ -209,7 +229,6 @@ def main(checkout, name, out):
         config = configure(changes)
         trainer.FLAGS = SimpleNamespace(config=config)
         transformer, weights = pipeline.transformer, []
-        observer = Observer(transformer)
         handle = None
         if settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
@@ -223,18 +242,7 @@ def main(checkout, name, out):
             register_optimizer_step_post_hook(replace_weights),
         ]
         try:
-            with (
-                whole_epochs(trainer, trainer.evaluate, weights, n_updates) if n_updates else nullcontext() as events,
-                observer.watching() as seen,
-                recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps,
-            ):
-                try:
-                    trainer.main(None)
-                finally:
-                    if handle:
-                        handle.uninstall()
-        except OneEpochIsOver:
-            pass
+            seen, steps, events = run_main(trainer, transformer, handle, trainer.evaluate, weights, n_updates)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -273,7 +281,9 @@ def main(checkout, name, out):
         """As `run`, with wandb's files in `folder`. They are whole when this process has ended."""
         wandb.finish()
         folder.mkdir(exist_ok=True)
-        trainer.wandb = ForwardingModule(wandb, init=lambda **_: wandb.init(mode="offline", dir=folder))
+        if rank == 0:
+            wandb.init(mode="offline", dir=folder)  # not all trainers start one before they evaluate
+        trainer.wandb = ForwardingModule(wandb, init=lambda **_: wandb.run)
         os.environ |= environment
         record = run(EPOCHS, settings, n_updates=n_updates)
         for variable in environment:
@@ -333,7 +343,7 @@ def main(checkout, name, out):
                 relative_error(gradient, expected_gradient(record, source, number))
                 for number, gradient in enumerate(record["gradients"])
             ]
-    probes = probed_records() if name in PROBED else {}
+    probes = probed_records()
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
     torch.save({"cells": records, "sources": sources, "refusals": messages, "probes": probes}, out / f"rank{rank}.pt")

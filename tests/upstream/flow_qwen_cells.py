@@ -8,7 +8,6 @@ import importlib
 import os
 import random
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ import flow_standins as standins
 import torch
 import torch.distributed as dist
 import wandb
-from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, OneEpochIsOver, whole_epochs
-from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, OneEpochIsOver, run_main
+from observe import local_weights, oracle_gradient, relative_error
 from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -77,24 +76,12 @@ def main(checkout, name, out):
         config.update_from_flattened_dict(CONFIG | own | setup.CONFIG | changes)
         trainer.FLAGS = SimpleNamespace(config=config)
         transformer, weights = pipeline.transformer, []
-        observer = Observer(transformer)
         handle = None
         if settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
         hook = register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer)))
         try:
-            with (
-                whole_epochs(trainer, evaluate, weights, n_updates) if n_updates else nullcontext() as events,
-                observer.watching() as seen,
-                recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps,
-            ):
-                try:
-                    trainer.main(None)
-                finally:
-                    if handle:
-                        handle.uninstall()
-        except OneEpochIsOver:
-            pass
+            seen, steps, events = run_main(trainer, transformer, handle, evaluate, weights, n_updates)
         finally:
             hook.remove()
         return {

@@ -69,10 +69,10 @@ def check_epochs(record):
             epochs.append([])
         epochs[-1].append(event)
     assert len(epochs) == len(record["log"]) == 2
-    next_rollout = next(start for name, start, _ in epochs[1] if name == "pipeline_with_logprob")
+    next_rollout = next(start for name, start, _ in epochs[1] if name == "rollout")
     for events, line, end_of_update in zip(epochs, record["log"], (next_rollout, math.inf), strict=True):
         evaluated = max((end for name, _, end in events if name == "eval"), default=-math.inf)
-        rollouts = [(start, end) for name, start, end in events if name == "pipeline_with_logprob" and start > evaluated]
+        rollouts = [(start, end) for name, start, end in events if name == "rollout" and start > evaluated]
         update = next(start for name, start, _ in events if name == "compute_log_prob")
         last_step = max(end for name, _, end in events if name == "step")
         assert len(rollouts) == 2

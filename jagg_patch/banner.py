@@ -3,13 +3,18 @@
 from . import __version__
 from .config import AUTO
 from .cost import probe_cost, training_step_cost, update_cost
-from .plan import Role, plan_groups, step_roles, whole_groups
+from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, plan_groups, step_roles, whole_groups
 from .schedule import MEASURED_UPDATES
 
 MEMORY = {
     "joint": "a second graph, whole gradients, and under FSDP1 with resharding whole weights, more than unpatched",
     "sequential": "as unpatched",
     "auto": f"as unpatched for {MEASURED_UPDATES} optimizer steps (sequential); then joint, if what they have left free holds it",
+}
+
+FORWARDS = {
+    ENDPOINTS_FIRST: "2 a group (3 where DDP syncs the last one's gradients)",
+    LOOK_AHEAD: "3 a group, 2 in the joint schedule",
 }
 
 
@@ -22,15 +27,22 @@ def banner(trainer, config, args):
     groups = plan_groups(visited, config)
     settings = [f"group_size {config.group_size}", f"frac {share(config.frac)}", f"aggregation {config.aggregation}"]
     settings.append(f"schedule {config.schedule}")
+    if config.skip_forwards:
+        settings.append("skip_forwards 1")
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
     if groups:
         cost = trainer.step_cost(args)
-        update = update_cost(visited, (), cost), update_cost(visited, groups, cost)
-        whole = [training_step_cost(visited, sampled, g, cost) for g in ((), groups)]
+        forwards = forwards_a_group(config)
+        update = update_cost(visited, (), cost), update_cost(visited, groups, cost, forwards)
+        whole = [training_step_cost(visited, sampled, g, cost, forwards) for g in ((), groups)]
         lines.append(
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
+        if config.skip_forwards:
+            lines.append(
+                f"  forwards: {FORWARDS[forwards]}, the others are estimated from the rollout's; its first sample is compared"
+            )
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
         lines.append(f"  memory: {MEMORY[config.schedule]} (README, Schedule and memory)")
@@ -41,6 +53,13 @@ def banner(trainer, config, args):
             f"groups of about {config.group_size}, and about as many for another size"
         )
     return "\n".join(lines)
+
+
+def forwards_a_group(config):
+    """For the cost model. Under `auto` as before it has decided; the joint schedule has its own exception, DDP's last group."""
+    if not config.skip_forwards:
+        return None
+    return ENDPOINTS_FIRST if config.schedule == "joint" else LOOK_AHEAD
 
 
 def describe_plan(n_trajectory, n_visited, groups):

@@ -83,6 +83,15 @@ class JaggConfig:
         _one_of("interpolate", "endpoints"),
         "interpolate in t, or keep the endpoints' own gradients only (the ablation)",
     )
+    skip_forwards: bool = _setting(
+        False,
+        _switch,
+        (lambda value: None, "0 or 1"),
+        "1 estimates a group's intermediate model outputs from those of the rollout instead of running the model",
+    )
+    offload_records: bool = _setting(
+        False, _switch, (lambda value: None, "0 or 1"), "1 keeps the rollout's recorded outputs in the host's memory"
+    )
     probe_every: int = _setting(
         0,
         _whole,

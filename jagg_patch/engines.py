@@ -37,6 +37,11 @@ def syncs_gradients(model):
     return all(module.require_backward_grad_sync for module in _ddp(model))
 
 
+def prepares_sync_in_forward(model):
+    """Whether the backward of a micro-step that syncs needs a forward in that micro-step."""
+    return bool(_ddp(model))
+
+
 def looks_for_unused_parameters(model):
     """Whether DDP does so: in the last forward's graph alone, though the first endpoint's may reach other parameters."""
     return any(module.find_unused_parameters for module in _ddp(model))

@@ -11,6 +11,10 @@ from .errors import JaggError
 
 START_FRAC = 0.6  # of frac=auto, the published setting
 
+# Forwards of a group whose intermediate ones are skipped: both endpoints at its first step, or the last one twice, without a
+# graph at the first step and with one in its own turn.
+ENDPOINTS_FIRST, LOOK_AHEAD = 2, 3
+
 
 class Steps(NamedTuple):
     """The denoising steps of one trained sample."""

@@ -19,10 +19,9 @@ from .errors import JaggError
 from .joint import endpoint_weights, weighted_sum
 from .log import now
 from .plan import alphas, whole_groups
-from .quality import agreement, sums
+from .quality import SAME, agreement, sums
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
-SAME = 0.05  # relative: more than the kernels of a recorded and an unrecorded forward differ in bf16, less than other inputs do
 
 
 @dataclass(eq=False)

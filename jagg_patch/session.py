@@ -10,7 +10,7 @@ no order.
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
@@ -25,16 +25,18 @@ from .engines import (
     hold_micro_step,
     link_parameter,
     looks_for_unused_parameters,
+    prepares_sync_in_forward,
     require_gradients_in_place,
     syncs_gradients,
 )
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .log import Stopwatch
-from .plan import Role, alphas, step_roles
+from .plan import ENDPOINTS_FIRST, Role, alphas, step_roles
 from .probe import Probe
 from .routing import Routing
 from .schedule import Schedule
+from .skip import Skipping, StandIn, estimated_output, watched
 
 
 class Step(NamedTuple):
@@ -44,12 +46,17 @@ class Step(NamedTuple):
     timesteps: `[B]`, what the model is fed.
     model: what runs the forward, as its engine wraps it.
     timesteps_at: `timesteps_at(indices)` is what the model would be fed, `[B]`, at those places in the trajectory, one a sample.
+    latents, next_latents: `[B, ...]`, the samples at this step, and at the next one where the call has them.
+    at: `at(indices, latents)` is how the forward's arguments would differ at those places, by name.
     """
 
     index: int | list
     timesteps: torch.Tensor
     model: torch.nn.Module
     timesteps_at: Callable
+    latents: torch.Tensor | None = None
+    next_latents: torch.Tensor | None = None
+    at: Callable | None = None
 
     @property
     def indices(self):
@@ -64,6 +71,7 @@ class Stats:
     exact_steps: int = 0
     grouped_steps: int = 0
     groups: int = 0
+    skipped_forwards: int = 0
 
     @property
     def backward_passes(self):
@@ -84,9 +92,10 @@ class Stats:
 class _Group:
     """An open group: the first endpoint's output with its graph, and each step's proxy and timesteps so far."""
 
-    def __init__(self, where, model, is_joint):
+    def __init__(self, where, model, positions, is_joint):
         self.where = where
         self.model = model
+        self.positions = positions
         self.is_joint = is_joint
         self.syncs = syncs_gradients(model)
         self.link = link_parameter(model)
@@ -99,17 +108,25 @@ class _Group:
         self.ends_first = False  # the step that is visited is the one whose backward is the first endpoint's, if that has its own
         self.first_folded = self.first_done = False
         self.folded = False
+        self.forwards = None  # how many are run if the intermediate ones are skipped, if they may be
+        self.alphas = None
+        self.places = None  # of its steps in the rollout's records, `[W][B]`
+        self.stand_in = None  # for the model, in what is skipped
+        self.last = None  # the last endpoint's output, if its forward is run at the first step
+        self.changes = None  # of the endpoints' outputs since the rollout; known means that the intermediate forwards are skipped
 
     def release(self):
         """Let go of the gradients: a trainer that keeps its losses until it logs them keeps the graph that leads here."""
         for proxy in self.proxies:
             proxy.grad = None
         self.first, self.proxies, self.timesteps = None, [], []
+        self.last, self.changes, self.stand_in = None, None, None
 
     def weigh(self, timesteps, aggregation, where):
         """Work out what each step counts, before an endpoint's forward or backward is paid for."""
         try:
-            self.weights = endpoint_weights(alphas(torch.stack(timesteps)), aggregation)
+            self.alphas = alphas(torch.stack(timesteps))
+            self.weights = endpoint_weights(self.alphas, aggregation)
         except JaggError as error:
             raise JaggError(f"{where}: {error}") from None
 
@@ -135,6 +152,7 @@ class Session:
         self.stats = Stats()
         self.schedule = Schedule(config.schedule, say)
         self.probe = Probe(config)
+        self.skipping = Skipping(config, say)
         self._routing = Routing(config, say)
         self._say = say
         self._on_update = on_update
@@ -157,9 +175,11 @@ class Session:
         self._batch_size = 0
         self._role = None  # of the step whose forward is running
         self._solver_calls = 0
+        self._ahead = None  # while the last endpoint's forward runs at the first step: its model outputs
         self._group = None
         self._restart_stopwatch()
         self.probe.begin(0, 0)
+        self.skipping.update_ends()
 
     @contextmanager
     def training_step(self):
@@ -196,11 +216,21 @@ class Session:
             self._end_update()
             self._stopwatch.rollout_begins()
 
+    @contextmanager
+    def rollout(self):
+        """Around the rollout of a batch, in which solver steps are recorded if that is asked for."""
+        self.rollout_begins()
+        with self.skipping.recording():
+            yield
+
     def _restart_stopwatch(self):
         self._stopwatch = Stopwatch(waits=bool(self.config.log or self.config.probe_every))
 
-    def evaluated(self):
-        """The rollouts since the last update were an evaluation's."""
+    @contextmanager
+    def evaluation(self):
+        """Around an evaluation, whose rollouts aren't trained on."""
+        with self.skipping.paused():
+            yield
         if not self._stopwatch.in_update:
             self._restart_stopwatch()
 
@@ -235,14 +265,17 @@ class Session:
                         "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
                     )
             self._stopwatch.update_begins()
+            self.skipping.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
             self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
+            self._skipped_before = self.stats.skipped_forwards
 
     def _end_update(self):
         if not self._stopwatch.in_update:
             return
         self.stats.training_steps += 1
+        self.skipping.update_ends()
         rollout_seconds, update_seconds = self._stopwatch.seconds()
         self._restart_stopwatch()
         passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
@@ -259,7 +292,7 @@ class Session:
                 "schedule": self.schedule.name,
                 "backward_passes": passes - self._passes_before[0],
                 "backward_passes_saved": unpatched - passes - self._passes_before[1] + self._passes_before[0],
-                "forward_passes_saved": 0,
+                "forward_passes_saved": self.stats.skipped_forwards - self._skipped_before,
                 "rollout_seconds": rollout_seconds,
                 "update_seconds": update_seconds - self.probe.seconds,
                 "probe_seconds": self.probe.seconds,
@@ -306,7 +339,8 @@ class Session:
 
         Args:
             step: a `Step`; its place is checked against what the plan expects.
-            forward: called once, without arguments.
+            forward: called without arguments, once. With skipped forwards, also with those arguments of the training forward's
+                that are to be others, by name; `model` is the model, whatever the trainer calls it.
 
         Returns:
             What `forward` returns.
@@ -355,14 +389,15 @@ class Session:
             if looks_for_unused_parameters(step.model):
                 self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
             self.schedule.before_group(step.model)
-            self._group = _Group(where, step.model, self.schedule.is_joint)
+            positions = next(group for group in self._groups if group.start == position)
+            self._group = _Group(where, step.model, positions, self.schedule.is_joint)
         if role is not Role.EXACT:
             self._enter_grouped_step(step, role, where)
 
         self._role, self._solver_calls = role, 0
         try:
             with torch.set_grad_enabled(role is not Role.INTERMEDIATE):
-                result = self._measured(step.model, forward) if role is Role.FIRST else forward()
+                result = self._run(step, role, forward)
         finally:
             self._role = None
             if role is Role.INTERMEDIATE:
@@ -370,8 +405,11 @@ class Session:
                 torch.clear_autocast_cache()
         if role is not Role.EXACT:
             self._require_through_proxy(result, where, role)
+        if role is Role.FIRST and self._group.forwards and self.skipping.is_checked:
+            self._look_at_last(step, forward, where)
         self._position += 1
         if self._position == len(self._roles):
+            self.skipping.sample_ends()
             self._position = 0
             self._sample += self._batch_size
         if role is Role.EXACT:
@@ -380,22 +418,70 @@ class Session:
             self.stats.grouped_steps += 1
         return result
 
-    def _measured(self, model, forward):
-        with self.schedule.measuring(model):
+    def _run(self, step, role, forward):
+        group = self._group
+        if role is Role.FIRST:
+            with (
+                self.schedule.measuring(step.model),
+                watched(step.model, self.model_returned) if group.forwards else nullcontext(),
+            ):
+                return forward()
+        is_skipped = role is not Role.EXACT and (group.changes if role is Role.INTERMEDIATE else group.last) is not None
+        if not is_skipped:
             return forward()
+        self.stats.skipped_forwards += 1
+        return forward(model=group.stand_in)
+
+    def model_returned(self, output):
+        """The model has given `output` in a training forward, for a group's stand-in."""
+        if self._role is Role.FIRST and self._group.stand_in is not None:
+            self._group.stand_in.returned(output)
+
+    def _look_at_last(self, step, forward, where):
+        """Run the last endpoint's forward at the first step, so that what lies between can be estimated, if all ranks can."""
+        group, records, device = self._group, self.skipping.records, step.latents.device
+        first, last = [places and records.outputs(places) for places in (group.places[0], group.places[-1])]
+        self.skipping.compare(None if last is None else first, group.first)
+        if not group.stand_in.is_ready:
+            self.skipping.doubts("the training forward doesn't call the model that it is given")
+        if not self.skipping.is_agreed(device):
+            group.forwards = None
+            return
+        is_endpoints_first = group.forwards == ENDPOINTS_FIRST
+        indices = self._expected(self._batch_size, group.positions[-1])
+        changed = step.at(indices, records.latents(group.places[-1]).to(device))
+        self._ahead = []
+        try:
+            torch.clear_autocast_cache()  # casts that both endpoints' graphs shared would be added up in the lower precision
+            with torch.set_grad_enabled(is_endpoints_first):
+                forward(**changed)
+            self._solver_calls = len(self._ahead)
+            self._require_one_solver_call(where)
+            (output,) = self._ahead
+        finally:
+            self._ahead = None
+            torch.clear_autocast_cache()
+        self.stats.skipped_forwards -= 1
+        self.skipping.compare(last, output)
+        if is_endpoints_first:
+            group.last = output
+        if self.skipping.policy_has_moved or self.skipping.is_agreed(device):
+            group.changes = [now.detach().float() - then.to(now).float() for now, then in ((group.first, first), (output, last))]
 
     def _enter_grouped_step(self, step, role, where):
         """Everything that can be checked and worked out before the forward is paid for."""
         group, timesteps = self._group, step.timesteps.detach().reshape(-1)
         group.require_backward(group.proxies)
         syncs = syncs_gradients(step.model)
-        if syncs != group.syncs and not (role is Role.LAST and syncs):
+        if syncs != group.syncs and not (role is Role.LAST and syncs and group.last is None):
             raise JaggError(
                 f"{where}: whether gradients are synced between the ranks changed inside a group\n"
                 "the ranks would drift apart: sync after whole samples only, or run with JAGG_ENABLED=0"
             )
         group.timesteps.append(timesteps)
-        if group.is_joint:
+        if role is Role.FIRST:
+            self._plan_forwards(step)
+        if group.is_joint and not group.forwards:
             if role is Role.LAST:
                 group.weigh(group.timesteps, self.config.aggregation, where)
             return
@@ -407,24 +493,48 @@ class Session:
             raise JaggError(
                 f"{where}: the model is fed timesteps {timesteps.tolist()}, its schedule says "
                 f"{timesteps_at(self._position).tolist()}\n"
-                "the sequential schedule can't look ahead here: run with JAGG_SCHEDULE=joint, and report this upstream version"
+                "JAGG can't look ahead here: run with JAGG_SCHEDULE=joint JAGG_SKIP_FORWARDS=0, and report this upstream version"
             )
-        if role is Role.LAST and not group.first_done:
+        if group.forwards:
+            if role is Role.FIRST:
+                group.weigh([timesteps_at(position) for position in group.positions], self.config.aggregation, where)
+            elif (group.changes or group.last is not None) and not self.skipping.records.are_at(
+                group.places[len(group.timesteps) - 1], step.latents
+            ):
+                raise JaggError(
+                    f"{where}: the sample isn't the one that the group began with, by the rollout's records\n"
+                    "its model outputs can't be estimated: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
+                )
+        if not group.is_joint and role is Role.LAST and not group.first_done:
             raise JaggError(
                 f"{group.where}: the backward pass of the group's first endpoint, in that of the step before {where}, failed\n"
                 "its gradient is incomplete: let the exception end the training step, or run with JAGG_ENABLED=0"
             )
-        group.ends_first = role is not Role.LAST and self._roles[self._position + 1] is Role.LAST
+        group.ends_first = not group.is_joint and role is not Role.LAST and self._roles[self._position + 1] is Role.LAST
         if group.ends_first:
             group.weigh([*group.timesteps, timesteps_at(self._position + 1)], self.config.aggregation, where)
 
+    def _plan_forwards(self, step):
+        """Whether this group's intermediate forwards may be skipped, by its size, its place and the engine alone."""
+        group = self._group
+        is_endpoints_first = group.is_joint and (
+            group.syncs or group.positions[-1] + 1 < len(self._roles) or not prepares_sync_in_forward(group.model)
+        )
+        group.forwards = self.skipping.forwards_of_group(len(group.positions), is_endpoints_first)
+        if group.forwards:
+            group.stand_in = StandIn(step.model)
+            self.skipping.will_compare()
+            first = self.skipping.records.find(step.latents, step.next_latents, self._sample)
+            starts = self._expected(len(step.indices), group.positions[0])
+            group.places = []
+            for position in group.positions:
+                moves = [index - start for index, start in zip(self._expected(len(starts), position), starts, strict=True)]
+                rows = moves * (len(step.latents) // len(moves))  # one index may be that of the whole batch
+                group.places.append(first and [place.moved(n) for place, n in zip(first, rows, strict=True)])
+
     def _require_through_proxy(self, result, where, role):
         """What a grouped forward returns must depend on the model output through the solver step alone."""
-        if self._solver_calls != 1:
-            raise JaggError(
-                f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
-                "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
-            )
+        self._require_one_solver_call(where)
         tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
         if role is Role.FIRST:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
@@ -443,12 +553,23 @@ class Session:
                     "the steps between may have lost its gradient: run with JAGG_ENABLED=0 and report this upstream version"
                 )
 
+    def _require_one_solver_call(self, where):
+        if self._solver_calls != 1:
+            raise JaggError(
+                f"{where}: the solver step ran {self._solver_calls} times in one training forward, not once\n"
+                "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
+            )
+
     @contextmanager
     def solver_input(self, model_output):
         """What the solver step gets in place of the model output `[B, ...]`; outside a grouped step, the same tensor."""
         if self.probe.is_replaying:
             self.probe.replayed(model_output)
             yield model_output
+            return
+        if self._ahead is not None:
+            self._ahead.append(model_output.clone())  # the trainer may change its own in place
+            yield model_output.detach()
             return
         with self._solver_input(model_output) as value:
             self.probe.watch(value)
@@ -461,6 +582,8 @@ class Session:
             return
         self._solver_calls += 1
         group = self._group
+        if group.forwards:
+            model_output = self._skipped_output(group, model_output)
         if self._role is not Role.INTERMEDIATE and not model_output.requires_grad:
             raise JaggError(
                 f"{group.where}: the model output of an endpoint has no graph, so no gradient could reach the weights\n"
@@ -483,6 +606,19 @@ class Session:
                 return
             proxy.register_hook(lambda grad: self._refuse_second_backward(group, group.first_folded or group.folded))
             yield proxy if group.link is None else linked(proxy, group.link)
+
+    def _skipped_output(self, group, model_output):
+        """The model output of a step of a group that may skip; `model_output` is the stand-in's where it does."""
+        place = len(group.timesteps) - 1
+        if self._role is Role.LAST and group.last is not None:
+            return group.last
+        if group.changes and self._role is Role.INTERMEDIATE:
+            recorded = self.skipping.records.outputs(group.places[place]).to(group.first.device)
+            return estimated_output(recorded, group.alphas[place], *group.changes).to(group.first.dtype)
+        if not self.skipping.is_checked:
+            places = group.places[place]
+            self.skipping.compare(places and self.skipping.records.outputs(places), model_output)
+        return model_output
 
     def _fold_first(self, group, grad):
         """`(s_base,)` of `group`: runs inside the own backward of the step before the last, in the sequential schedule."""
@@ -571,6 +707,7 @@ class Session:
                     "the probe would train: run without JAGG_PROBE_EVERY"
                 )
             self._require_whole("the optimizer was about to step")
+            self.skipping.policy_has_moved = True
             self.schedule.before_optimizer_step(self.stats.groups)
             self._on_update()
             if self.probe.is_ready:

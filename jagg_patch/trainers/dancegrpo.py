@@ -18,8 +18,9 @@ from . import wrap
 class DanceGrpoTrainer:
     """The names of a trainer of the shared shape, with the parameters that the wrappers rely on.
 
-    `train_one_step` runs one training step, `sample_reference_model` the rollout, `grpo_one_step` one training forward,
-    `flux_step` the solver step inside it; `permutation` is the variable in `train_one_step` that orders the timesteps.
+    `train_one_step` runs one training step, `sample_reference_model` the rollout, `run_sample_step` a batch of it,
+    `grpo_one_step` one training forward, `flux_step` the solver step inside it; `permutation` is the variable in
+    `train_one_step` that orders the timesteps.
     """
 
     name: str
@@ -32,8 +33,8 @@ class DanceGrpoTrainer:
     parameters = {
         "train_one_step": ("args",),
         "sample_reference_model": ("args",),
-        "grpo_one_step": ("transformer", "timesteps", "i", "sigma_schedule"),
-        "flux_step": ("model_output",),
+        "grpo_one_step": ("latents", "pre_latents", "transformer", "timesteps", "i", "sigma_schedule"),
+        "flux_step": ("model_output", "latents", "prev_sample"),
     }
 
     def check(self, namespace):
@@ -93,15 +94,24 @@ class DanceGrpoTrainer:
             def timesteps_at(indices):
                 return torch.full_like(timesteps, int(sigmas[indices[0]] * 1000))
 
-            return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at)
+            latents = arguments["latents"]
 
-        return {
+            def at(indices, other_latents):
+                return {"i": indices[0], "timesteps": timesteps_at(indices), "latents": other_latents.to(latents.dtype)}
+
+            return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at, latents, arguments["pre_latents"], at)
+
+        wrapped = {
             "train_one_step": wrapped_train_one_step,
             "sample_reference_model": wrapped_sample_reference_model,
             "grpo_one_step": wrap.training_forward(namespace["grpo_one_step"], session, read),
-            "flux_step": wrap.solver_step(namespace["flux_step"], session),
+            "flux_step": wrap.solver_step(namespace["flux_step"], session, "latents"),
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
         }
+        if session.skipping.is_on:
+            require_parameters(namespace, "run_sample_step", ())
+            wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
+        return wrapped
 
 
 # A trainer of the shared shape is one row; what differs from the defaults is an argument.

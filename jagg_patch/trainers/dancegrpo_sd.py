@@ -5,7 +5,7 @@ stands for the UNet's own output, before guidance.
 """
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 
@@ -108,8 +108,8 @@ class StableDiffusionTrainer:
 
         @functools.wraps(pipeline_with_logprob)
         def wrapped_pipeline_with_logprob(pipeline, *args, **kwargs):
-            session.rollout_begins()
-            result = pipeline_with_logprob(pipeline, *args, **kwargs)
+            with session.rollout(), self._recorded(pipeline.unet, session, flags):
+                result = pipeline_with_logprob(pipeline, *args, **kwargs)
             _, _, _, log_probs = result
             rollout.add(len(log_probs[0]), pipeline.scheduler.timesteps)
             steps = self.steps(flags.config)
@@ -137,13 +137,32 @@ class StableDiffusionTrainer:
             "torch": wrap.torch_with_order(namespace["torch"], lines, functools.partial(rollout.order, session)),
         }
 
+    @contextmanager
+    def _recorded(self, unet, session, flags):
+        """The rollout's calls of the UNet, which may be the one that `prepare` has wrapped or not."""
+
+        def record(unet, args, kwargs, output):
+            copies = 2 if flags.config.sample.guidance_scale > 1 else 1
+            sample = args[0] if args else kwargs["sample"]
+            output = output[0] if isinstance(output, tuple) else output.sample
+            session.skipping.records.add(sample.chunk(copies)[0], output)
+
+        hook = unet.register_forward_hook(record, with_kwargs=True) if session.skipping.is_recording else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
     def _forward(self, forward, session, rollout, flags):
         call = getattr(forward, "__func__", lambda model, *args, **kwargs: forward(*args, **kwargs))
 
         @functools.wraps(call)
         def wrapped_forward(model, sample, timestep, *args, **kwargs):
-            def forward_to_proxy():
-                output = call(model, sample, timestep, *args, **kwargs)
+            def forward_to_proxy(model=model, sample=sample, timestep=timestep):
+                run = functools.partial(call, model) if isinstance(model, torch.nn.Module) else model
+                output = run(sample, timestep, *args, **kwargs)
+                session.model_returned(output)
                 with session.solver_input(output.sample) as proxy:
                     return type(output)(sample=proxy)  # of which a loss can use nothing but the proxy
 
@@ -154,8 +173,12 @@ class StableDiffusionTrainer:
             def timesteps_at(indices):
                 return timestep.new_tensor(rollout.timesteps(indices) * copies)
 
+            def at(indices, latents):
+                return {"sample": torch.cat([latents.to(sample)] * copies), "timestep": timesteps_at(indices)}
+
             indices = rollout.indices(timestep.chunk(copies)[0])
-            return session.run_step(Step(indices, timestep, model, timesteps_at), forward_to_proxy)
+            latents = sample.chunk(copies)[0]
+            return session.run_step(Step(indices, timestep, model, timesteps_at, latents, None, at), forward_to_proxy)
 
         return wrapped_forward
 

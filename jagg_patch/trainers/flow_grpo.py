@@ -1,5 +1,7 @@
 """Flow-GRPO's trainers: the loop is inside `main`, the training forward and the solver step are functions of their own."""
 
+import functools
+import inspect
 from dataclasses import dataclass
 
 from ..cost import StepCost
@@ -7,6 +9,9 @@ from ..intercept import require_class, require_parameters
 from ..plan import Steps
 from ..session import Step
 from . import wrap
+
+
+SOLVER_PARAMETERS = ("model_output", "sample", "prev_sample")
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class FlowGrpoTrainer:
     parameters = {
         "main": (),
         "compute_log_prob": ("transformer", "sample", "j"),
-        "sde_step_with_logprob": ("model_output",),
+        "sde_step_with_logprob": SOLVER_PARAMETERS,
     }
 
     def check(self, namespace):
@@ -81,19 +86,35 @@ class FlowGrpoTrainer:
 
         def read(arguments):
             timesteps, j = arguments["sample"]["timesteps"], arguments["j"]
-            return Step(j, timesteps[:, j], arguments["transformer"], lambda indices: timesteps[:, indices[0]])
+            sample = arguments["sample"]
+            return Step(
+                j,
+                timesteps[:, j],
+                arguments["transformer"],
+                lambda indices: timesteps[:, indices[0]],
+                sample["latents"][:, j],
+                sample["next_latents"][:, j],
+                lambda indices, latents: {"j": indices[0]},
+            )
+
+        around_rollout = [session.rollout]
+        if session.skipping.is_on:
+            pipeline = inspect.unwrap(namespace[self.rollout]).__globals__  # the rollout's solver step is that of its own module
+            require_parameters(pipeline, "sde_step_with_logprob", SOLVER_PARAMETERS)
+            recorded = wrap.solver_step(pipeline["sde_step_with_logprob"], session, "sample")
+            around_rollout.append(functools.partial(wrap.replaced, pipeline, "sde_step_with_logprob", recorded))
 
         def require_fit(accelerator, prepared=()):  # where DeepSpeed may still change how many steps it accumulates
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
-            self.rollout: wrap.before(namespace[self.rollout], session.rollout_begins),
+            self.rollout: wrap.within(namespace[self.rollout], *around_rollout),
             "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
-            "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session),
+            "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session, "sample"),
         }
         if "eval" in namespace:
-            wrapped["eval"] = wrap.after(namespace["eval"], session.evaluated)
+            wrapped["eval"] = wrap.within(namespace["eval"], session.evaluation)
         if self.is_accelerate:
             wrapped["Accelerator"] = wrap.accelerator(namespace["Accelerator"], require_fit, require_fit)
         return wrapped

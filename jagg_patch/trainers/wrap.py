@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from ..config import AUTO
 from ..engines import NO_PROBE_ON_DEEPSPEED
@@ -19,18 +19,29 @@ def training_forward(function, session, read):
 
     @functools.wraps(function)
     def wrapped_forward(*args, **kwargs):
-        return session.run_step(read(bind(*args, **kwargs).arguments), functools.partial(function, *args, **kwargs))
+        def forward(model=None, **changed):
+            bound = bind(*args, **kwargs)
+            bound.arguments.update(changed if model is None else {"transformer": model})
+            return function(*bound.args, **bound.kwargs)
+
+        return session.run_step(read(bind(*args, **kwargs).arguments), forward)
 
     return wrapped_forward
 
 
-def solver_step(function, session):
-    """`function` is the solver step inside a training forward; its parameter `model_output` becomes the proxy."""
+def solver_step(function, session, latents):
+    """`function` is the solver step inside a training forward; its parameter `model_output` becomes the proxy.
+
+    A rollout's solver step is recorded; the parameter `latents` has what the model was given, and one with a `prev_sample`
+    belongs to no rollout.
+    """
     bind = inspect.signature(function).bind
 
     @functools.wraps(function)
     def wrapped_solver_step(*args, **kwargs):
         bound = bind(*args, **kwargs)
+        if session.skipping.is_recording and bound.arguments.get("prev_sample") is None:
+            session.skipping.records.add(bound.arguments[latents], bound.arguments["model_output"])
         with session.solver_input(bound.arguments["model_output"]) as model_output:
             bound.arguments["model_output"] = model_output
             return function(*bound.args, **bound.kwargs)
@@ -38,27 +49,27 @@ def solver_step(function, session):
     return wrapped_solver_step
 
 
-def before(function, call):
-    """`function`, with `call()` before each of its calls."""
+def within(function, *contexts):
+    """`function`, each call of it inside `context()` of all `contexts`."""
 
     @functools.wraps(function)
     def wrapped_function(*args, **kwargs):
-        call()
-        return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return function(*args, **kwargs)
 
     return wrapped_function
 
 
-def after(function, call):
-    """`function`, with `call()` after each of its calls."""
-
-    @functools.wraps(function)
-    def wrapped_function(*args, **kwargs):
-        result = function(*args, **kwargs)
-        call()
-        return result
-
-    return wrapped_function
+@contextmanager
+def replaced(namespace, name, replacement):
+    original = namespace[name]
+    namespace[name] = replacement
+    try:
+        yield
+    finally:
+        namespace[name] = original
 
 
 def torch_with_order(torch, lines, order):

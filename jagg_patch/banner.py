@@ -3,7 +3,7 @@
 from . import __version__
 from .config import AUTO
 from .cost import probe_cost, training_step_cost, update_cost
-from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, plan_groups, step_roles, whole_groups
+from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, forwards_a_group, plan_groups, step_roles, whole_groups
 from .schedule import MEASURED_UPDATES
 
 MEMORY = {
@@ -53,13 +53,6 @@ def banner(trainer, config, args):
             f"groups of about {config.group_size}, and about as many for another size"
         )
     return "\n".join(lines)
-
-
-def forwards_a_group(config):
-    """For the cost model. Under `auto` as before it has decided; the joint schedule has its own exception, DDP's last group."""
-    if not config.skip_forwards:
-        return None
-    return ENDPOINTS_FIRST if config.schedule == "joint" else LOOK_AHEAD
 
 
 def describe_plan(n_trajectory, n_visited, groups):

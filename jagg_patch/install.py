@@ -15,6 +15,7 @@ from .cost import StepCost
 from .errors import JaggError
 from .intercept import require_parameters
 from .log import Log
+from .plan import forwards_a_group
 from .session import Session, Stats
 from .trainers import find_trainer
 
@@ -34,7 +35,8 @@ class Handle:
         self._parser = None
         self._reported = False
         self._log = None
-        self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost())}  # until the trainer's arguments are parsed
+        # Until the trainer's arguments are parsed.
+        self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost()), "forwards_a_group": None}
         self.config = None
         self.stats = Stats()
 
@@ -125,9 +127,11 @@ class Handle:
     def _report(self):
         """After the first update with groups in it: what the plan came to."""
         if not self._reported and self.stats.groups:
-            passes, unpatched = self.stats.backward_passes, self.stats.backward_passes_unpatched
+            stats = self.stats
+            skipped = f", {stats.skipped_forwards} forwards skipped" if self.config.skip_forwards else ""
             say_on_rank_zero(
-                f"JAGG: first optimizer step after {passes} backward passes through the model instead of {unpatched}"
+                f"JAGG: first optimizer step after {stats.backward_passes} backward passes through the model instead of "
+                f"{stats.backward_passes_unpatched}{skipped}"
             )
             self._reported = True
 
@@ -144,6 +148,7 @@ class Handle:
         if self.config.enabled:
             steps, cost = self._trainer.steps(args), self._trainer.step_cost(args)
             self._costs = {"sampled_steps": steps.sampled, "step_cost": asdict(cost)}
+            self._costs["forwards_a_group"] = forwards_a_group(self.config)
         say_on_rank_zero(banner(self._trainer, self.config, args))
 
 

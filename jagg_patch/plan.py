@@ -69,6 +69,16 @@ def whole_groups(n_steps, group_size, start=0):
     return tuple(groups)
 
 
+def forwards_a_group(config):
+    """How many a group takes at most, for predictions; None if none are skipped.
+
+    Under `auto` that of its first updates. Under `joint`, a sample's last group takes one more where DDP syncs its gradients.
+    """
+    if not config.skip_forwards:
+        return None
+    return ENDPOINTS_FIRST if config.schedule == "joint" else LOOK_AHEAD
+
+
 def groups_at_start(n_steps, group_size):
     """How many of `whole_groups` are routed at first under `frac=auto`: 0.6 of them, rounded."""
     return math.floor(START_FRAC * len(whole_groups(n_steps, group_size)) + 0.5)

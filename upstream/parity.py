@@ -20,9 +20,10 @@ import numpy as np
 from demo import patched_copy, quartiles, read_metrics, train
 from tqdm.auto import tqdm
 
-from jagg_patch import JaggConfig, plan_groups
+from jagg_patch import JaggConfig
 from jagg_patch.commands import made_by
 from jagg_patch.cost import training_step_cost
+from jagg_patch.plan import forwards_a_group, plan_groups
 
 SAMPLED, TRAINABLE = 16, 15  # steps of the script's trajectories
 N_TRAINING_STEPS = 30  # the script's
@@ -47,7 +48,8 @@ class Arm:
     def cost(self):
         """Forwards of one sample, rollout included."""
         config = JaggConfig.from_env(self.jagg)
-        return training_step_cost(self.visited, SAMPLED, plan_groups(self.visited, config))
+        groups = plan_groups(self.visited, config)
+        return training_step_cost(self.visited, SAMPLED, groups, forwards_a_group=forwards_a_group(config))
 
 
 BASELINE = "baseline: 9 of 15 steps"
@@ -59,6 +61,7 @@ ARMS = {
     "endpoints only, frac 1": Arm({"JAGG_FRAC": "1", "JAGG_AGGREGATION": "endpoints"}),
     "7 of 15 steps, no JAGG": Arm(OFF, 7),  # the cost of frac 0.6, to one forward
     "5 of 15 steps, no JAGG": Arm(OFF, 5),  # the cost of frac 1
+    "frac 0.6, skipped forwards": Arm({"JAGG_SKIP_FORWARDS": "1", "JAGG_SCHEDULE": "joint"}),
 }
 
 

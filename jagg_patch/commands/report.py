@@ -101,6 +101,7 @@ def cosines(probed):
 def choices(found, record, threshold):
     """Every `group_size` and `frac` whose groups were measured and have mean cosines of `threshold` or more, cheapest first."""
     visited, sampled, cost = record["visited"], record["sampled_steps"], StepCost(**record["step_cost"])
+    forwards = record.get("forwards_a_group")
     options = []
     for entry, values in found:
         groups = [range(start, start + steps) for start, steps in entry["groups"]]
@@ -118,8 +119,8 @@ def choices(found, record, threshold):
                     "groups": [len(group) for group in planned],
                     "lowest_mean_cosine": min(map(fmean, values[:n])),
                     "probes": min(map(len, values[:n])),
-                    "update": [update_cost(visited, plan, cost) for plan in ((), planned)],
-                    "training_step": [training_step_cost(visited, sampled or 0, plan, cost) for plan in ((), planned)],
+                    "update": [update_cost(visited, plan, cost, forwards) for plan in ((), planned)],
+                    "training_step": [training_step_cost(visited, sampled or 0, plan, cost, forwards) for plan in ((), planned)],
                 }
             )
     return sorted(options, key=lambda option: (option["update"][1], -option["lowest_mean_cosine"]))

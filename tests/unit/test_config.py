@@ -21,6 +21,8 @@ def test_defaults():
         "frac": 0.6,
         "schedule": "auto",
         "aggregation": "interpolate",
+        "skip_forwards": False,
+        "offload_records": False,
         "probe_every": 0,
         "log": "",
     }

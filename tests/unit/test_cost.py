@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jagg_patch import JaggConfig, plan_groups
-from jagg_patch.cost import StepCost, backward_passes, training_step_cost, update_cost
+from jagg_patch.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
+from jagg_patch.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group
 from jagg_patch.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,34 @@ def test_the_published_training_step_is_100_to_82_units():
     groups = plan_groups(20, JaggConfig())
     assert training_step_cost(20, 20) == 100
     assert training_step_cost(20, 20, groups) == 82
+
+
+def test_skipped_forwards_cost_8_units_a_group_with_both_endpoints_first_and_9_with_a_look_ahead():
+    for size in (4, 5, 8):
+        groups = [range(size)]
+        assert update_cost(size, groups, forwards_a_group=ENDPOINTS_FIRST) == 8
+        assert update_cost(size, groups, forwards_a_group=LOOK_AHEAD) == 9
+    assert forward_passes(3, [range(3)], LOOK_AHEAD) == forward_passes(3, [range(3)]) == 3
+    assert forward_passes(2, [range(2)], ENDPOINTS_FIRST) == 2
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "group_size", "frac", "expected"),
+    [(20, 4, 0.6, 80 / 56), (20, 4, 1, 2.0), (24, 8, 1, 4.0), (9, 4, 0.6, 1.5), (15, 4, 0.6, 1.5)],
+)
+def test_the_limits_with_skipped_forwards(n_steps, group_size, frac, expected):
+    config = JaggConfig(group_size=group_size, frac=frac, schedule="joint", skip_forwards=True)
+    groups = plan_groups(n_steps, config)
+    assert update_cost(n_steps) / update_cost(n_steps, groups, forwards_a_group=forwards_a_group(config)) == expected
+
+
+def test_a_prediction_without_a_settled_schedule_is_the_look_ahead_s():
+    assert [forwards_a_group(JaggConfig(skip_forwards=True, schedule=name)) for name in ("auto", "sequential", "joint")] == [
+        3,
+        3,
+        2,
+    ]
+    assert forwards_a_group(JaggConfig()) is None
 
 
 def dancegrpo(sampling_steps, checkpointed=1.0, **others):

@@ -29,7 +29,7 @@ def ramp(slope, n_steps=30):
 
 
 def test_the_arms_cost_what_the_cost_model_says(parity):
-    """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 backward passes of 3."""
+    """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 backward passes of 3, and forwards."""
     assert {arm: setup.cost for arm, setup in parity.ARMS.items()} == {
         "baseline: 9 of 15 steps": 16 + 36,
         "JAGG, frac 0.6": 16 + 36 - 9,
@@ -37,6 +37,7 @@ def test_the_arms_cost_what_the_cost_model_says(parity):
         "endpoints only, frac 1": 16 + 36 - 9 - 6,
         "7 of 15 steps, no JAGG": 16 + 28,
         "5 of 15 steps, no JAGG": 16 + 20,
+        "frac 0.6, skipped forwards": 16 + 36 - 9 - 3,
     }
 
 

@@ -40,19 +40,24 @@ def grpo_one_step(
     return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]
 
 
-def sample_reference_model(args, transformer, encoder_hidden_states, pooled_prompt_embeds):
+def run_sample_step(args, z, sigmas, transformer, embeds):
+    all_latents, all_log_probs = [z], []
+    for i in range(args.sampling_steps):
+        timesteps = torch.full([len(z)], int(sigmas[i] * 1000))
+        velocity = predict_velocity(args, transformer, z, timesteps, *embeds)
+        z, _, log_prob = flux_step(velocity, z, args.eta, sigmas, i, None, grpo=True, sde_solver=True)
+        all_latents.append(z)
+        all_log_probs.append(log_prob)
+    return torch.stack(all_latents, 1), torch.stack(all_log_probs, 1)
+
+
+def sample_reference_model(args, transformer, *embeds):
     linear = torch.linspace(1, 0, args.sampling_steps + 1)
     sigmas = args.shift * linear / (1 + (args.shift - 1) * linear)
     z = torch.randn(args.n_samples, N_TOKENS, CHANNELS)
-    all_latents, all_log_probs = [z], []
     with torch.no_grad():
-        for i in range(args.sampling_steps):
-            timesteps = torch.full([len(z)], int(sigmas[i] * 1000))
-            velocity = predict_velocity(args, transformer, z, timesteps, encoder_hidden_states, pooled_prompt_embeds)
-            z, _, log_prob = flux_step(velocity, z, args.eta, sigmas, i, None, grpo=True, sde_solver=True)
-            all_latents.append(z)
-            all_log_probs.append(log_prob)
-    return z.mean((1, 2)), torch.stack(all_latents, 1), torch.stack(all_log_probs, 1), sigmas
+        latents, log_probs = run_sample_step(args, z, sigmas, transformer, embeds)
+    return latents[:, -1].mean((1, 2)), latents, log_probs, sigmas
 
 
 def train_one_step(args, engine):

@@ -26,17 +26,21 @@ def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i, sigma_s
     return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]
 
 
+def run_sample_step(args, z, sigmas, model):
+    all_latents, all_log_probs = [z], []
+    for i in range(args.sampling_steps):
+        timesteps = torch.full([len(z)], int(sigmas[i] * 1000))
+        z, _, log_prob = flux_step(run_model(model, z, timesteps), z, args.eta, sigmas, i, None, True, True)
+        all_latents.append(z)
+        all_log_probs.append(log_prob)
+    return torch.stack(all_latents, 1), torch.stack(all_log_probs, 1)
+
+
 def sample_reference_model(args, model):
     sigmas = torch.linspace(1, 0, args.sampling_steps + 1)
-    z = torch.randn(args.n_samples, 2)
-    all_latents, all_log_probs = [z], []
     with torch.no_grad():
-        for i in range(args.sampling_steps):
-            timesteps = torch.full([len(z)], int(sigmas[i] * 1000))
-            z, _, log_prob = flux_step(run_model(model, z, timesteps), z, args.eta, sigmas, i, None, True, True)
-            all_latents.append(z)
-            all_log_probs.append(log_prob)
-    return z.sum(1), torch.stack(all_latents, 1), torch.stack(all_log_probs, 1), sigmas
+        latents, log_probs = run_sample_step(args, torch.randn(args.n_samples, 2), sigmas, model)
+    return latents[:, -1].sum(1), latents, log_probs, sigmas
 
 
 def train_one_step(args, model, optimizer):

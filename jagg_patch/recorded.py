@@ -25,7 +25,8 @@ class _Batch:
 
     def __init__(self, first_number):
         self.first_number = first_number  # of its samples among the rollout's
-        self.marks, self.latents, self.outputs = [], [], []
+        self.marks = []  # tensors, and lists once a step has been looked for, so that a rollout needn't wait for the device
+        self.latents, self.outputs = [], []
 
 
 @lru_cache(maxsize=2)
@@ -85,14 +86,15 @@ class Records:
         if self._places is None:
             self._places = {}
             for n, batch in enumerate(self._batches):
+                batch.marks = [marks if isinstance(marks, list) else marks.tolist() for marks in batch.marks]
                 for step, marks in enumerate(batch.marks):
-                    for row, mark in enumerate(marks.tolist()):
+                    for row, mark in enumerate(marks):
                         self._places.setdefault(mark, []).append(Place(n, row, step))
         nexts = [None] * len(latents) if next_latents is None else fingerprints(next_latents).tolist()
         found = []
         for row, (mark, next_mark) in enumerate(zip(fingerprints(latents).tolist(), nexts, strict=True)):
             places = self._places.get(mark, [])
-            if len(places) > 1 and next_mark is not None:
+            if next_mark is not None:
                 places = [place for place in places if self._mark(place.moved(1)) in (next_mark, None)]
             if not places:
                 return None
@@ -102,7 +104,7 @@ class Records:
 
     def _mark(self, place):
         marks = self._batches[place.batch].marks
-        return marks[place.step][place.row].item() if place.step < len(marks) else None
+        return marks[place.step][place.row] if place.step < len(marks) else None
 
     def are_at(self, places, latents):
         """Whether the rows of `latents` are those of `places`."""

@@ -466,7 +466,9 @@ class Session:
         if is_endpoints_first:
             group.last = output
         if self.skipping.policy_has_moved or self.skipping.is_agreed(device):
-            group.changes = [now.detach().float() - then.to(now).float() for now, then in ((group.first, first), (output, last))]
+            wide = torch.promote_types(output.dtype, torch.float32)
+            ends = (group.first, first), (output, last)
+            group.changes = [now.detach().to(wide) - then.to(now.device, wide) for now, then in ends]
 
     def _enter_grouped_step(self, step, role, where):
         """Everything that can be checked and worked out before the forward is paid for."""

@@ -15,18 +15,19 @@ from .recorded import Records
 
 
 def estimated_output(recorded, alpha, first_change, last_change):
-    """A step's model output under the policy as it is now, `recorded + (1 - α) first_change + α last_change`, in float32.
+    """A step's model output under the policy as it is now, `recorded + (1 - α) first_change + α last_change`.
 
     Args:
         recorded: the rollout's output at that step, `[B, ...]`.
         alpha: `[]` or `[B]`, as `plan.alphas` has it for the step.
-        first_change, last_change: how much the outputs at the group's endpoints have changed since the rollout, `[B, ...]`.
+        first_change, last_change: how much the outputs at the group's endpoints have changed since the rollout, `[B, ...]`,
+            in the dtype to compute in.
 
     Exact while the policy hasn't changed; after that it assumes what the joint backward does, that the change is linear in t.
     """
-    alpha = alpha.to(recorded.device, torch.float32)
+    alpha = alpha.to(first_change)
     alpha = alpha.view(-1, *[1] * (recorded.ndim - 1)) if alpha.ndim else alpha
-    return recorded.float() + (1 - alpha) * first_change + alpha * last_change
+    return recorded.to(first_change) + (1 - alpha) * first_change + alpha * last_change
 
 
 class StandIn:

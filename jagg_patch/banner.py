@@ -39,7 +39,7 @@ def banner(trainer, config, args):
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
-        if config.skip_forwards:
+        if config.skip_forwards and max(map(len, groups)) > forwards:
             lines.append(
                 f"  forwards: {FORWARDS[forwards]}, the others are estimated from the rollout's; its first sample is compared"
             )

@@ -128,7 +128,7 @@ class Handle:
         """After the first update with groups in it: what the plan came to."""
         if not self._reported and self.stats.groups:
             stats = self.stats
-            skipped = f", {stats.skipped_forwards} forwards skipped" if self.config.skip_forwards else ""
+            skipped = f", {stats.skipped_forwards} forwards skipped" if stats.skipped_forwards > 0 else ""
             say_on_rank_zero(
                 f"JAGG: first optimizer step after {stats.backward_passes} backward passes through the model instead of "
                 f"{stats.backward_passes_unpatched}{skipped}"

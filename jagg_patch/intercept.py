@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from .errors import JaggError
 
 
-def require_parameters(namespace, function, parameters):
-    """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`."""
+def require_parameters(namespace, function, parameters, without="JAGG_ENABLED=0"):
+    """Raise `JaggError` unless `namespace[function]` is a function that names all of `parameters`.
+
+    The message recommends to run `without` what needs them.
+    """
     found = namespace.get(function)
     if not inspect.isfunction(found) or inspect.isgeneratorfunction(inspect.unwrap(found)):
-        raise changed(namespace, f"there is no function {function}(), or it has become a generator")
+        raise changed(namespace, f"there is no function {function}(), or it has become a generator", without)
     missing = [name for name in parameters if name not in inspect.signature(found).parameters]
     if missing:
-        raise changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more")
+        raise changed(namespace, f"{function}() has no parameter {', '.join(missing)} any more", without)
 
 
 def require_module(namespace, name):
@@ -32,11 +35,11 @@ def require_class(namespace, name):
         raise changed(namespace, f"there is no class {name}")
 
 
-def changed(namespace, what):
+def changed(namespace, what, without="JAGG_ENABLED=0"):
     """The `JaggError` to raise when the trainer in `namespace` isn't as JAGG knows it."""
     return JaggError(
         f"{namespace.get('__file__', namespace.get('__name__'))}: {what}\n"
-        "upstream has changed in a place that JAGG relies on: run with JAGG_ENABLED=0, or move the patch set (see README)"
+        f"upstream has changed in a place that JAGG relies on: run with {without}, or move the patch set (see README)"
     )
 
 

@@ -29,7 +29,7 @@ class _Batch:
         self.latents, self.outputs = [], []
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _multipliers(n_elements, device):
     return torch.randint(-(2**62), 2**62, [n_elements], generator=torch.Generator().manual_seed(0)).to(device) * 2 + 1
 
@@ -60,6 +60,9 @@ class Records:
         n_samples = sum(len(batch.marks[0]) for batch in self._batches if batch.marks)
         self._batches.append(_Batch(n_samples))
         self._places = None
+
+    def drop_batch(self):
+        self._batches.pop()
 
     def add(self, latents, output):
         """A step of the running batch: the model gave `output` for `latents` `[B, ...]`.

@@ -265,8 +265,8 @@ class Session:
                         "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
                     )
             self._stopwatch.update_begins()
-            self.skipping.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
+            self.skipping.update_begins(max(map(len, self._groups), default=0), self._routing.is_auto)
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
             self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
             self._skipped_before = self.stats.skipped_forwards
@@ -439,7 +439,7 @@ class Session:
 
     def _look_at_last(self, step, forward, where):
         """Run the last endpoint's forward at the first step, so that what lies between can be estimated, if all ranks can."""
-        group, records, device = self._group, self.skipping.records, step.latents.device
+        group, records, device = self._group, self.skipping.records, self._group.first.device
         first, last = [places and records.outputs(places) for places in (group.places[0], group.places[-1])]
         self.skipping.compare(None if last is None else first, group.first)
         if not group.stand_in.is_ready:
@@ -463,9 +463,8 @@ class Session:
             torch.clear_autocast_cache()
         self.stats.skipped_forwards -= 1
         self.skipping.compare(last, output)
-        if is_endpoints_first:
-            group.last = output
         if self.skipping.policy_has_moved or self.skipping.is_agreed(device):
+            group.last = output if is_endpoints_first else None
             wide = torch.promote_types(output.dtype, torch.float32)
             ends = (group.first, first), (output, last)
             group.changes = [now.detach().to(wide) - then.to(now.device, wide) for now, then in ends]
@@ -709,7 +708,7 @@ class Session:
                     "the probe would train: run without JAGG_PROBE_EVERY"
                 )
             self._require_whole("the optimizer was about to step")
-            self.skipping.policy_has_moved = True
+            self.skipping.policy_has_moved |= self._stopwatch.in_update  # before it, another model's optimizer steps
             self.schedule.before_optimizer_step(self.stats.groups)
             self._on_update()
             if self.probe.is_ready:

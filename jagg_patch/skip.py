@@ -93,6 +93,9 @@ class Skipping:
         self.is_recording, self.policy_has_moved = True, False
         try:
             yield
+        except BaseException:
+            self.records.drop_batch()  # the trainer may begin again with the same noise
+            raise
         finally:
             self.is_recording = False
 
@@ -105,7 +108,10 @@ class Skipping:
         finally:
             self._is_paused = False
 
-    def update_begins(self):
+    def update_begins(self, largest_group, may_change):
+        if self.is_on and largest_group <= ENDPOINTS_FIRST and not may_change:
+            self.is_on = False
+            self._say(f"JAGG: no forwards are skipped: the largest group has {largest_group} steps")
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
@@ -134,9 +140,9 @@ class Skipping:
             shapes = f"{list(recorded.shape)} there, {list(output.shape)} here"
             self.doubts(f"the rollout calls the model with other inputs: its outputs are {shapes}")
         elif not self.policy_has_moved:
-            output = output.detach().float()
-            difference = ((recorded.to(output) - output).norm() / output.norm()).item()
-            if not difference <= SAME:
+            error, size = ((rows.detach().float().flatten(1).norm(dim=1)) for rows in (recorded.to(output) - output, output))
+            if not (error <= SAME * size).all():
+                difference = (error / size).max().item()
                 self.doubts(
                     f"the rollout's model outputs differ by {difference:.0%} from the training forward's before the policy moved "
                     "(other guidance, a cached or approximate rollout?)"
@@ -149,9 +155,11 @@ class Skipping:
         """Whether no rank has a doubt; if one has, forwards aren't skipped from here on. Every rank must ask."""
         doubts = [self._doubt]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor(int(self._doubt is None), device=device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-            if flag:
+            flags = torch.tensor([self._doubt is None, not self.policy_has_moved], dtype=torch.int32, device=device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+            agreed, unmoved = flags.tolist()
+            self.policy_has_moved = not unmoved  # on one rank, where that trains another model too
+            if agreed:
                 return True
             doubts = [None] * dist.get_world_size()
             dist.all_gather_object(doubts, self._doubt)

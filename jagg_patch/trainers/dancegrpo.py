@@ -33,8 +33,13 @@ class DanceGrpoTrainer:
     parameters = {
         "train_one_step": ("args",),
         "sample_reference_model": ("args",),
-        "grpo_one_step": ("latents", "pre_latents", "transformer", "timesteps", "i", "sigma_schedule"),
-        "flux_step": ("model_output", "latents", "prev_sample"),
+        "grpo_one_step": ("transformer", "timesteps", "i", "sigma_schedule"),
+        "flux_step": ("model_output",),
+    }
+    skipping_parameters = {
+        "run_sample_step": (),
+        "grpo_one_step": ("latents", "pre_latents"),
+        "flux_step": ("latents", "prev_sample"),
     }
 
     def check(self, namespace):
@@ -94,6 +99,8 @@ class DanceGrpoTrainer:
             def timesteps_at(indices):
                 return torch.full_like(timesteps, int(sigmas[indices[0]] * 1000))
 
+            if not session.skipping.is_on:
+                return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at)
             latents = arguments["latents"]
 
             def at(indices, other_latents):
@@ -109,7 +116,8 @@ class DanceGrpoTrainer:
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
         }
         if session.skipping.is_on:
-            require_parameters(namespace, "run_sample_step", ())
+            for function, parameters in self.skipping_parameters.items():
+                require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
             wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
         return wrapped
 

@@ -11,9 +11,6 @@ from ..session import Step
 from . import wrap
 
 
-SOLVER_PARAMETERS = ("model_output", "sample", "prev_sample")
-
-
 @dataclass(frozen=True)
 class FlowGrpoTrainer:
     """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step,
@@ -34,7 +31,7 @@ class FlowGrpoTrainer:
     parameters = {
         "main": (),
         "compute_log_prob": ("transformer", "sample", "j"),
-        "sde_step_with_logprob": SOLVER_PARAMETERS,
+        "sde_step_with_logprob": ("model_output",),
     }
 
     def check(self, namespace):
@@ -86,21 +83,18 @@ class FlowGrpoTrainer:
 
         def read(arguments):
             timesteps, j = arguments["sample"]["timesteps"], arguments["j"]
-            sample = arguments["sample"]
-            return Step(
-                j,
-                timesteps[:, j],
-                arguments["transformer"],
-                lambda indices: timesteps[:, indices[0]],
-                sample["latents"][:, j],
-                sample["next_latents"][:, j],
-                lambda indices, latents: {"j": indices[0]},
-            )
+            step = Step(j, timesteps[:, j], arguments["transformer"], lambda indices: timesteps[:, indices[0]])
+            if not session.skipping.is_on:
+                return step
+            latents, next_latents = (arguments["sample"][name][:, j] for name in ("latents", "next_latents"))
+            return step._replace(latents=latents, next_latents=next_latents, at=lambda indices, latents: {"j": indices[0]})
 
         around_rollout = [session.rollout]
         if session.skipping.is_on:
             pipeline = inspect.unwrap(namespace[self.rollout]).__globals__  # the rollout's solver step is that of its own module
-            require_parameters(pipeline, "sde_step_with_logprob", SOLVER_PARAMETERS)
+            for where in (namespace, pipeline):
+                parameters = ("model_output", "sample", "prev_sample")
+                require_parameters(where, "sde_step_with_logprob", parameters, without="JAGG_SKIP_FORWARDS=0")
             recorded = wrap.solver_step(pipeline["sde_step_with_logprob"], session, "sample")
             around_rollout.append(functools.partial(wrap.replaced, pipeline, "sde_step_with_logprob", recorded))
 

@@ -31,7 +31,7 @@ def solver_step(noise, sample, prev_sample=None):
 def guided(unet, sample, timestep):
     embeds = torch.tensor([0.0, 1.0]).repeat_interleave(len(sample))[:, None]
     without, with_prompt = unet(torch.cat([sample] * 2), torch.cat([timestep] * 2), embeds).sample.chunk(2)
-    return without + 3 * (with_prompt - without)
+    return without + FLAGS.config.sample.guidance_scale * (with_prompt - without)
 
 
 def pipeline_with_logprob(self, n_samples):
@@ -92,7 +92,7 @@ def make_config(fraction=1.0, n_inner=1, n_epochs=1, num_steps=10):
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in unet.parameters()])))
     return SimpleNamespace(
-        sample=SimpleNamespace(num_steps=num_steps),
+        sample=SimpleNamespace(num_steps=num_steps, guidance_scale=3.0),
         train=SimpleNamespace(
             cfg=True, batch_size=2, gradient_accumulation_steps=2, timestep_fraction=fraction, num_inner_epochs=n_inner
         ),

@@ -1,7 +1,7 @@
 """Which engines, cells and runs there are, as data, and the launch of one engine; for the launched processes and the tests."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import engines
@@ -51,6 +51,25 @@ PATCHED = {
     "sequential, groups of two": dict(schedule="sequential", group_size=2, frac=1),
 }
 
+# Skipped forwards (skip_cells.py): five visited steps under W=4 are a group of five, or one of four and an exact step. In half
+# precision one sample a window, so that the rollout's batch is as large as the training forward's, and the same bits come out.
+N_VISITED_SKIPPING = 5
+SKIP_CELLS = {
+    "full, checkpointing": Cell(checkpointing=True, frac=1.0),
+    "LoRA": Cell(lora=True, frac=4 / 5),
+    "fp16": replace(MORE_CELLS["fp16"], windows=2, frac=1.0),
+    "bf16": replace(MORE_CELLS["bf16"], windows=2, frac=1.0),
+    "accumulation": replace(MORE_CELLS["accumulation"], windows=2),
+}
+SKIP_RUNS = {
+    f"{schedule}{', skipping' * skips}": dict(schedule=schedule, skip_forwards=skips)
+    for schedule in ("joint", "sequential")
+    for skips in (False, True)
+}
+MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well
+DISAGREEING = ("FSDP1 FULL_SHARD", "DDP")  # with what is spoilt in one rank's rollout: which sample, which step
+SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last endpoint": (2, 4)}
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -69,6 +88,10 @@ class Engine:
     @property
     def cells(self):
         return CELLS | {name: MORE_CELLS[name] for name in self.more_cells}
+
+    @property
+    def skip_cells(self):
+        return {name: cell for name, cell in SKIP_CELLS.items() if name not in MORE_CELLS or name in self.more_cells}
 
     def calls_of(self, kind, cell):
         if kind not in self.calls or self.one_bucket:

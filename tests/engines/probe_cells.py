@@ -151,7 +151,7 @@ KINDS = {
     "FSDP2, LoRA, accumulation": Kind(engines.FSDP2, Cell(lora=True, accumulates=True)),
     "FSDP2, dropout, checkpointing": Kind(engines.FSDP2, Cell(checkpointing=True), dropout=0.2),
 }
-FOLLOWED = ("DDP", "FSDP1 FULL_SHARD", "FSDP2")  # with frac=auto too, and into memory and faults
+FOLLOWED = ("DDP", "FSDP1 FULL_SHARD", "FSDP2")  # with frac=auto and skipped forwards too, and into memory and faults
 FAULTS = {  # name: engine, place, whether the trainer goes on
     f"{name}, fails in the {place}{', swallowed' * swallows}": (name, place, swallows)
     for name in FOLLOWED
@@ -163,6 +163,7 @@ UNRUNNABLE = "FSDP requires CUDA for streams"  # FSDP2 of torch 2.5
 PROBED = dict(group_size=3, probe_every=1)
 JOINT = dict(group_size=3, frac=0.5, schedule="joint")  # the groups that frac=auto starts with
 SEQUENTIAL = JOINT | dict(schedule="sequential")
+SKIPPING = JOINT | dict(skip_forwards=True)
 # The cosine of all groups at each training step, and how many of the three groups are routed in it under frac=auto.
 N_FOLLOWED = 9
 SCRIPT = ((0.9, 2), (0.9, 2), (0.5, 3), (0.5, 3), (0.9, 0), (None, 0), (0.9, 0), (0.9, 1))
@@ -315,6 +316,7 @@ def run_engine(name):
     }
     if name in FOLLOWED:
         runs |= {"sequential": SEQUENTIAL, "auto, zeroed, probed": PROBED | SEQUENTIAL | dict(frac="auto")}
+        runs |= {"skipping": SKIPPING, "skipping, probed": PROBED | SKIPPING}
     for run_name, settings in runs.items():
         records[run_name], found = run(kind, settings, sets_to_none="zeroed" not in run_name)
         records[run_name]["records"] = found

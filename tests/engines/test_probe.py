@@ -15,8 +15,9 @@ PAIRS = {
     "frac 0, zeroed, probed": "unpatched",
     "joint, probed": "joint",
     "auto, zeroed, probed": "sequential",
+    "skipping, probed": "skipping",
 }
-PLACES = [(kind, run) for kind in KINDS for run in PAIRS if kind in FOLLOWED or not run.startswith("auto")]
+PLACES = [(kind, run) for kind in KINDS for run in PAIRS if kind in FOLLOWED or not run.startswith(("auto", "skipping"))]
 # With dropout, a run whose order is sorted has other random numbers at each step than the unpatched one, whose numbers they are.
 SAME_NUMBERS = [(kind, run) for kind, run in PLACES if not KINDS[kind].dropout or run == "frac 0, zeroed, probed"]
 
@@ -123,6 +124,20 @@ def test_the_ranks_agree_on_different_samples(ranks, run):
     for name in ("cosine", "relative_error", "routed"):
         assert read(ranks[0], name) == read(ranks[1], name)
     assert read(ranks[0], "timesteps") != read(ranks[1], "timesteps")
+
+
+@pytest.mark.parametrize("cell", FOLLOWED)
+def test_the_numbers_are_those_without_skipped_forwards(ranks):
+    """The probe's sample is the first, which has all of its forwards in the first training step, and not in the second."""
+    for runs in ranks:
+        skipping, full = (runs[run]["records"] for run in ("skipping, probed", "joint, probed"))
+        assert [record["forward_passes_saved"] for record in skipping] == [N_SAMPLES - 1, N_SAMPLES]
+        for record, expected in zip(skipping, full, strict=True):
+            groups, others = (
+                [group for probe in probes for group in probe["groups"]] for probes in (record["probe"], expected["probe"])
+            )
+            for name in ("cosine", "relative_error"):
+                assert [group[name] for group in groups] == pytest.approx([group[name] for group in others], rel=0, abs=1e-6)
 
 
 # -- which training steps, which groups

@@ -21,6 +21,7 @@ class Observer:
     """Counts on one FSDP-wrapped transformer while `watching()`; attributes are reset at each entry.
 
     gradients: this rank's shard of the gradient at each optimizer step, flattened.
+    forwards: calls of the transformer in training mode, recomputation aside.
     passes: backward passes that entered the transformer; reaching: autograd calls that contained at least one of them.
     gathers: all-gathers in each of those autograd calls (FSDP1 gathers with `dist.all_gather` on a CPU).
     """
@@ -29,14 +30,18 @@ class Observer:
         self.transformer = transformer
         self._reset()
         transformer.register_forward_hook(self._watch_output)
+        first_layer(transformer).register_forward_hook(self._count_forward)
 
     def _reset(self):
-        self.gradients, self.passes, self.gathers = [], 0, []
+        self.gradients, self.forwards, self.passes, self.gathers = [], 0, 0, []
         self._in_backward, self._entered, self._gathered = False, False, 0
 
     @property
     def reaching(self):
         return len(self.gathers)
+
+    def _count_forward(self, module, inputs, output):
+        self.forwards += module.training  # not the rollout
 
     def _watch_output(self, module, inputs, output):
         if output[0].requires_grad:
@@ -73,6 +78,11 @@ class Observer:
         finally:
             torch.Tensor.backward, dist.all_gather = backward, all_gather
             hook.remove()
+
+
+def first_layer(model):
+    """Of the input's embedding or the time's: each forward runs it once, and recomputation of the blocks doesn't."""
+    return next(module for module in model.modules() if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)))
 
 
 def local_gradient(transformer):

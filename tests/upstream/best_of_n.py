@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 from setups import hunyuan
+from skips import comparison, refusals
 
 from jagg_patch import JaggConfig, install
 from jagg_patch.intercept import ForwardingModule
@@ -23,6 +24,7 @@ from jagg_patch.intercept import ForwardingModule
 ARGS = cells.ARGS | hunyuan.ARGS | dict(num_generations=10, bestofn=9, gradient_accumulation_steps=3)
 N_VISITED = ARGS["sampling_steps"] - 1
 CONFIGS = {"off": JaggConfig(enabled=False), "W=3": JaggConfig(group_size=3, frac=1), "W=4": JaggConfig(frac=1)}
+SKIPS = JaggConfig(frac=1, skip_forwards=True)
 
 
 def sorted_randperm(*args, **kwargs):
@@ -54,13 +56,23 @@ def main(checkout, out):
             max_grad_norm=1e9,
         )
         handle = install(vars(trainer), config=config) if config else None
-        with observer.watching() as seen, recorded_steps(trainer) as steps:
+        with observer.watching() as seen, recorded_steps(trainer) as steps, refusals() as refused:
             trainer.train_one_step(**arguments)
         if handle:
             handle.uninstall()
-        return {"weights": local_weights(transformer), "rng": torch.get_rng_state(), "gradients": seen.gradients, "steps": steps}
+        return {
+            "weights": local_weights(transformer),
+            "rng": torch.get_rng_state(),
+            "gradients": seen.gradients,
+            "forwards": seen.forwards,
+            "passes": seen.passes,
+            "stats": handle.stats.as_dict() if handle else None,
+            "refusals": refused,
+            "steps": steps,
+        }
 
     records = {"unpatched": run()} | {cell: run(config) for cell, config in CONFIGS.items()}
+    skips = comparison(run(SKIPS), records["W=4"])
     trainer.torch = ForwardingModule(torch, randperm=sorted_randperm)
     records["every draw sorted"] = run()
     trainer.torch = real_torch
@@ -75,6 +87,7 @@ def main(checkout, out):
         taken = [step["arguments"] for step in record.pop("steps")]
         record["order"] = torch.stack([arguments["i"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
         record["latents"] = torch.cat([arguments["latents"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
+    records["W=4"]["skips"] = skips
     torch.save(records, os.path.join(out, "records.pt"))
     dist.destroy_process_group()
 

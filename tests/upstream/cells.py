@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 from probes import agreements, read_log
+from skips import comparison, refusals
 
 from jagg_patch import JaggConfig, install
 from jagg_patch.intercept import ForwardingModule
@@ -42,8 +43,8 @@ ARGS = dict(
     selective_checkpointing=1.0,
 )
 
-# name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order, and how many
-# training steps if not one)
+# name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order, how many
+# training steps if not one, and what is done to the model)
 CELLS = {
     "unpatched": ({}, None),
     "off": ({}, dict(enabled=False)),
@@ -52,6 +53,7 @@ CELLS = {
     "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
     "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
+    "W=4 skip": ({}, dict(frac=1, schedule="joint", skip_forwards=True)),
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
     "fraction": (dict(timestep_fraction=0.6), None),
     "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint")),  # 5 of 9 steps
@@ -89,7 +91,7 @@ def main(checkout, name, out):
             parameter.data.copy_(value)
         transformer.zero_grad()
 
-    def run(changes, settings, n_training_steps=1):
+    def run(changes, settings, n_training_steps=1, around_model=nullcontext):
         args = argparse.Namespace(**(ARGS | setup.ARGS | changes))
         restore()
         torch.manual_seed(42 + rank)
@@ -102,7 +104,12 @@ def main(checkout, name, out):
             handle = install(vars(trainer), config=JaggConfig(**settings))
         given = dict(args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9)
         try:
-            with observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
+            with (
+                around_model(transformer),
+                observer.watching() as seen,
+                refusals() as refused,
+                recorded_steps(trainer) if settings is None else nullcontext() as steps,
+            ):
                 returned = [trainer.train_one_step(**(train_arguments() | given)) for _ in range(n_training_steps)]
         finally:
             if handle:
@@ -113,12 +120,15 @@ def main(checkout, name, out):
             "weights": local_weights(transformer),
             "rng": torch.get_rng_state(),
             "gradient": seen.gradients[0],
+            "gradients": seen.gradients,
+            "forwards": seen.forwards,
             "passes": seen.passes,
             "gathers": seen.gathers,
             "stats": handle.stats.as_dict() if handle else None,
             "returned": returned,
             "log": read_log(Path(handle.config.log)) if handle and handle.config.log else None,
             "steps": steps,
+            "refusals": refused,
         }
 
     cells = CELLS | getattr(setup, "CELLS", {})
@@ -141,6 +151,9 @@ def main(checkout, name, out):
             )
     for cell in ("sorted", "W=2", "W=3", "W=4"):
         records[cell]["exact_error"] = relative_error(records[cell]["gradient"], records["unpatched"]["gradient"])
+    for cell in records:
+        if cell.endswith(" skip"):
+            records[cell]["skips"] = comparison(records[cell], records[cell.removesuffix(" skip")])
     for record in records.values():
         del record["steps"]
     torch.save(records, os.path.join(out, f"rank{rank}.pt"))

@@ -23,6 +23,7 @@ import wandb
 from accelerate.state import AcceleratorState, DistributedType, GradientState
 from observe import Loop, Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 from probes import agreements, read_log
+from skips import comparison, recorded_steps_of_rollouts, refusals
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, install
@@ -98,6 +99,12 @@ WINDOW_CELLS = {
     "window 0 default": ({"sample.sde_window_size": 0}, {}),  # 9 steps: 5, then 4 exact
 }
 
+# name: as above; each is run with forwards skipped as well
+SKIPS = {cell: CELLS[cell] for cell in ("W=4", "default")}
+WINDOW_SKIPS = {
+    "window 4": ({"sample.sde_window_size": 4}, dict(frac=1)),
+    "window 0 W=4": ({"sample.sde_window_size": 0}, dict(frac=1, schedule="joint")),
+}
 
 # Runs of two epochs with upstream's own evaluation before each, and two optimizer steps in each.
 EPOCHS = {"train.num_inner_epochs": 2, "sample.eval_num_steps": 2, "sample.test_batch_size": 8}
@@ -149,12 +156,13 @@ def whole_epochs(trainer, evaluate, weights, n_updates):
 def run_main(trainer, transformer, handle, evaluate, weights, n_updates):
     """The trainer's `main` until it ends or stops at `OneEpochIsOver`; `n_updates` as `whole_epochs` has it, or None.
 
-    Returns what an `Observer` saw, the training forwards where nothing is installed, and what `whole_epochs` yields.
+    Returns what an `Observer` saw, the training forwards where nothing is installed, what `whole_epochs` yields, and `refusals`.
     """
     with (
         whole_epochs(trainer, evaluate, weights, n_updates) if n_updates else nullcontext() as events,
         Observer(transformer).watching() as seen,
         recorded_steps(trainer, LOOP) if handle is None else nullcontext() as steps,
+        refusals() as refused,
         suppress(OneEpochIsOver),
     ):
         try:
@@ -162,7 +170,16 @@ def run_main(trainer, transformer, handle, evaluate, weights, n_updates):
         finally:
             if handle:
                 handle.uninstall()
-    return seen, steps, events
+    return seen, steps, events, refused
+
+
+def skips(run, cells, records):
+    """`{cell: its comparison}` with forwards skipped; the runs without are in `records`, or done."""
+    found = {}
+    for cell, (changes, settings) in cells.items():
+        full = records.get(cell) or run(changes, settings)
+        found[cell] = comparison(run(changes, settings | dict(skip_forwards=True)), full)
+    return found
 
 
 def running(accelerator, engine):
@@ -242,7 +259,7 @@ def main(checkout, name, out):
             register_optimizer_step_post_hook(replace_weights),
         ]
         try:
-            seen, steps, events = run_main(trainer, transformer, handle, trainer.evaluate, weights, n_updates)
+            seen, steps, events, refused = run_main(trainer, transformer, handle, trainer.evaluate, weights, n_updates)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -251,6 +268,7 @@ def main(checkout, name, out):
             "rng": torch.get_rng_state(),
             "random": random.getstate(),
             "gradients": seen.gradients,
+            "forwards": seen.forwards,
             "passes": seen.passes,
             "reaching": seen.reaching,
             "logged": list(logged),
@@ -260,6 +278,7 @@ def main(checkout, name, out):
             "steps": steps,
             "transformer": transformer,
             "events": events,
+            "refusals": refused,
         }
 
     def mean_gradient(source, number, steps, n_visited, config):
@@ -306,7 +325,24 @@ def main(checkout, name, out):
         )
         return {"plain": plain, "probed": probed}
 
-    def refusals():
+    def skipped_epochs():
+        """As a cell of `skips`, with what evaluations recorded: `(solver steps, bytes kept after it)` of each."""
+        evaluate, evaluations = trainer.evaluate, []
+
+        def watched_evaluate(*args, **kwargs):
+            n_before = len(recorded)
+            evaluate(*args, **kwargs)
+            evaluations.append((len(recorded) - n_before, sum(records.n_bytes for records in set(recorded))))
+
+        settings = dict(frac=1, schedule="joint")
+        full = run(EPOCHS, settings, n_updates=4)
+        trainer.evaluate = watched_evaluate
+        with recorded_steps_of_rollouts() as recorded:
+            skipped = run(EPOCHS, settings | dict(skip_forwards=True), n_updates=4)
+        trainer.evaluate = evaluate
+        return comparison(skipped, full) | {"evaluations": evaluations, "recorded": len(recorded)}
+
+    def refused_starts():
         """`{what: the message}` of starts that JAGG refuses."""
         messages = {}
         accelerator = trainer.Accelerator
@@ -331,7 +367,7 @@ def main(checkout, name, out):
         cell: next(name for name, (other, settings) in cells.items() if settings is None and other == changes)
         for cell, (changes, _) in cells.items()
     }
-    messages = refusals()
+    messages = refused_starts()
     records = {cell: run(*settings) for cell, settings in cells.items()}
     for cell, record in records.items():
         changes, settings = cells[cell]
@@ -343,10 +379,13 @@ def main(checkout, name, out):
                 relative_error(gradient, expected_gradient(record, source, number))
                 for number, gradient in enumerate(record["gradients"])
             ]
+    skipped = skips(run, (WINDOW_SKIPS if setup.TRAINS_WINDOW else SKIPS) | getattr(setup, "SKIPS", {}), records)
+    epochs = skipped_epochs() if getattr(setup, "SKIPS_EPOCHS", False) else None
     probes = probed_records()
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
-    torch.save({"cells": records, "sources": sources, "refusals": messages, "probes": probes}, out / f"rank{rank}.pt")
+    found = {"cells": records, "sources": sources, "refusals": messages, "skips": skipped, "epochs": epochs, "probes": probes}
+    torch.save(found, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

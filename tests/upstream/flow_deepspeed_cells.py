@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from flow_cells import LOOP, OneEpochIsOver, prepare
+from flow_cells import LOOP, OneEpochIsOver, prepare, skips
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from skips import refusals
 from torch.nn.parallel import DistributedDataParallel
 
 from jagg_patch import JaggConfig, JaggError, install
@@ -38,6 +39,11 @@ CELLS = {
     "full unpatched": (FULL, None),
     "full W=3 joint": (FULL, dict(group_size=3, frac=1, schedule="joint")),
     "full W=3 sequential": (FULL, dict(group_size=3, frac=1, schedule="sequential")),
+}
+SKIPS = {  # each is run with forwards skipped as well
+    "full W=3 joint": CELLS["full W=3 joint"],
+    "twice W=4 joint": (TWICE, dict(frac=1, schedule="joint")),
+    "twice W=4 sequential": (TWICE, dict(frac=1, schedule="sequential")),
 }
 
 
@@ -73,7 +79,11 @@ def main(name, out):
         if settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
         try:
-            with observer.watching() as seen, recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps:
+            with (
+                observer.watching() as seen,
+                refusals() as refused,
+                recorded_steps(trainer, LOOP) if settings is None else nullcontext() as steps,
+            ):
                 trainer.main(None)
         except OneEpochIsOver:
             pass
@@ -84,11 +94,13 @@ def main(name, out):
             "update": local_weights(transformer) - seen.initial,
             "rng": torch.get_rng_state(),
             "gradients": seen.gradients,
+            "forwards": seen.forwards,
             "passes": seen.passes,
             "reaching": seen.reaching,
             "stats": handle.stats.as_dict() if handle else None,
             "config": handle.config if handle else None,
             "steps": steps,
+            "refusals": refused,
         }
 
     def expected_gradients(record, source):
@@ -119,6 +131,7 @@ def main(name, out):
             expected = expected_gradients(record, source)
             record["oracle_errors"] = [relative_error(*pair) for pair in zip(record["gradients"], expected, strict=True)]
     stage = records["unpatched"]["steps"][0]["arguments"]["transformer"].zero_optimization_stage()
+    skipped = skips(run, SKIPS, records)
     for record in records.values():
         del record["steps"], record["config"]
     refusal = None
@@ -126,7 +139,8 @@ def main(name, out):
         run({}, dict(probe_every=1))
     except JaggError as error:
         refusal = str(error)
-    torch.save({"cells": records, "sources": sources, "stage": stage, "refusal": refusal}, out / f"rank{dist.get_rank()}.pt")
+    found = {"cells": records, "sources": sources, "stage": stage, "refusal": refusal, "skips": skipped}
+    torch.save(found, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ import flow_standins as standins
 import torch
 import torch.distributed as dist
 import wandb
-from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, OneEpochIsOver, run_main
+from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, WINDOW_SKIPS, OneEpochIsOver, run_main, skips
 from observe import local_weights, oracle_gradient, relative_error
 from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -81,7 +81,7 @@ def main(checkout, name, out):
             handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
         hook = register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer)))
         try:
-            seen, steps, events = run_main(trainer, transformer, handle, evaluate, weights, n_updates)
+            seen, steps, events, refused = run_main(trainer, transformer, handle, evaluate, weights, n_updates)
         finally:
             hook.remove()
         return {
@@ -89,6 +89,7 @@ def main(checkout, name, out):
             "rng": torch.get_rng_state(),
             "random": random.getstate(),
             "gradients": seen.gradients,
+            "forwards": seen.forwards,
             "passes": seen.passes,
             "gathers": seen.gathers,
             "logged": list(logged),
@@ -98,6 +99,7 @@ def main(checkout, name, out):
             "steps": steps,
             "transformer": transformer,
             "events": events,
+            "refusals": refused,
         }
 
     def first_gradient(source, steps, n_visited, config):
@@ -145,10 +147,12 @@ def main(checkout, name, out):
         record["exact_errors"] = [relative_error(*pair) for pair in zip(record["gradients"], source["gradients"], strict=True)]
         if record["stats"] and record["stats"]["groups"]:
             record["oracle_error"] = relative_error(record["gradients"][0], expected_gradient(record, source))
+    skipped = skips(run, WINDOW_SKIPS | {"W=3": WINDOW_CELLS["W=3"]}, records)
     probes = probed_records()
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
-    torch.save({"cells": records, "sources": sources, "refusal": refusal, "probes": probes}, out / f"rank{rank}.pt")
+    found = {"cells": records, "sources": sources, "refusal": refusal, "skips": skipped, "probes": probes}
+    torch.save(found, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,8 +11,17 @@ from observe import relative_error
 from jagg_patch import JaggConfig
 
 KEYS = {
-    *("jagg", "trainer", "group_size", "aggregation", "sampled_steps", "step_cost", "training_step", "frac", "trajectory"),
-    *("visited", "groups", "schedule", "backward_passes", "backward_passes_saved", "forward_passes_saved", "rollout_seconds"),
+    *("jagg", "trainer", "group_size", "aggregation", "sampled_steps", "step_cost", "forwards_a_group", "training_step", "frac"),
+    *(
+        "trajectory",
+        "visited",
+        "groups",
+        "schedule",
+        "backward_passes",
+        "backward_passes_saved",
+        "forward_passes_saved",
+        "rollout_seconds",
+    ),
     *("update_seconds", "probe_seconds", "probe"),
 }
 

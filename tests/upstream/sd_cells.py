@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from diffusers import StableDiffusionPipeline
 from observe import local_gradient, local_weights, relative_error
 from probes import agreements, read_log
+from skips import comparison, refusals
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
@@ -65,6 +66,7 @@ PATCHED = {
     "bf16 off": dict(enabled=False),
     "bf16 W=4": dict(frac=1),
 }
+SKIPS = ("all W=4", "all default", "twice W=4", "unguided W=4")  # with forwards skipped as well: "... skip"
 EPOCHS = {"num_epochs": 1, "train.learning_rate": 1e-3}  # two
 PROBED = {"epochs": {}, "epochs probed": dict(probe_every=1, log="epochs.jsonl")}
 
@@ -72,12 +74,14 @@ PROBED = {"epochs": {}, "epochs probed": dict(probe_every=1, log="epochs.jsonl")
 class Observer:
     """What the training forwards of a UNet are given, and at each optimizer step the gradient and the backward passes so far.
 
+    forwards: how many the UNet ran in training.
+
     A call's s = dL/d(model output) is right in the unpatched trainer only: elsewhere the output may be the proxy.
     """
 
     def __init__(self, unet):
         self.unet = unet
-        self.calls, self.gradients, self.passes = [], [], []
+        self.calls, self.gradients, self.passes, self.forwards = [], [], [], 0
         self._n_passes = 0
         unet.register_forward_hook(self._watch_call)
         unet.conv_out.register_forward_hook(self._watch_output)  # never a proxy
@@ -89,6 +93,7 @@ class Observer:
                 output[0].register_hook(partial(self.calls[-1].__setitem__, "grad"))
 
     def _watch_output(self, module, inputs, output):
+        self.forwards += module.training
         if output.requires_grad:
             output.register_hook(self._enter)
 
@@ -204,20 +209,23 @@ def main(checkout, out):
         logged.clear()
         rollout_seconds.clear()
         try:
-            with observer.watching():
+            with observer.watching(), refusals() as refused:
                 trainer.main(None)
         finally:
             if handle:
                 handle.uninstall()
         n_batches = config.sample.batch_size * config.num_generations // config.train.batch_size
         timesteps = torch.stack([call["inputs"][1] for call in observer.calls])
+        ran_all = not config.num_epochs and not (handle and handle.config.skip_forwards)
         return {
             "weights": local_weights(pipeline.unet),
             "rng": torch.get_rng_state(),
             "gradients": observer.gradients,
             "passes": observer.passes,
+            "forwards": observer.forwards,
+            "refusals": refused,
             "stats": handle.stats.as_dict() if handle else None,
-            "timesteps": None if config.num_epochs else timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)),
+            "timesteps": timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)) if ran_all else None,
             "logged": list(logged),
             "rollout_seconds": list(rollout_seconds),
             "calls": observer.calls,
@@ -234,6 +242,9 @@ def main(checkout, out):
             unet = sd_standins.build_pipeline(UNPATCHED[source][1]).unet
             expected = oracle_gradients(unet, unpatched, JaggConfig(**settings))
             record["oracle_errors"] = list(map(relative_error, record["gradients"], expected))
+    for name in SKIPS:
+        record = run(*UNPATCHED[name.split()[0]], PATCHED[name] | dict(skip_forwards=True))
+        records[f"{name} skip"] = record | {"skips": comparison(record, records[name])}
     records |= {name: run(EPOCHS, torch.float64, settings) for name, settings in PROBED.items()}
     dist.barrier()
     record = records["epochs probed"]

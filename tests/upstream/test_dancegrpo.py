@@ -16,6 +16,7 @@ import torch
 from checkouts import HERE, paths, require_dancegrpo, require_trainer
 from launch import ROOT, torchrun
 from probes import check_log, probe_passes, read_log, wandb_history
+from skips import check_refused, check_skipped
 
 from jagg_patch import __version__
 
@@ -91,6 +92,35 @@ def test_the_random_numbers_are_the_unpatched_run_s(cells):
     for records in cells[1]:
         for cell in ("W=2", "W=3", "W=4", "default", "sorted"):
             assert torch.equal(records[cell]["rng"], records["unpatched"]["rng"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "forwards"), [("W=4 skip", 5), ("default skip", 2), ("fraction W=4 skip", 3), ("windows W=4 skip", 5)]
+)
+def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(cells, cell, forwards):
+    """Of groups of five and four: all but two, sequentially all but three. The first sample runs its own to compare.
+
+    Samples of a prompt begin alike here (init_same_noise, use_same_noise), and Wan and SkyReels are guided.
+    """
+    for records in cells[1]:
+        if cell in records:
+            check_skipped(records[cell]["skips"], (N_SAMPLES - 1) * forwards)
+            assert records[cell]["gathers"] == records[cell.removesuffix(" skip")]["gathers"]
+
+
+def test_forwards_are_skipped_on_when_the_policy_has_moved(cells):
+    """The second optimizer step on a rollout: less is lost than by grouping."""
+    for records in cells[1]:
+        if "windows W=4 skip" in records:
+            _, error = records["windows W=4 skip"]["skips"]["errors"]
+            assert 0 < error < records["W=4"]["exact_error"]
+
+
+def test_a_cached_rollout_on_one_rank_ends_skipping_on_all(cells):
+    if len(cells[1]) == 1 or "cached W=4 skip" not in cells[1][0]:
+        pytest.skip("tried on Flux with two ranks")
+    found = [records["cached W=4 skip"]["skips"] for records in cells[1]]
+    check_refused(found, "rank 1: the rollout's model outputs differ by ")
 
 
 def probed(cells):
@@ -233,6 +263,8 @@ def test_wandb_gets_the_settings(main_runs):
         "jagg_frac": 0.6,
         "jagg_schedule": "auto",
         "jagg_aggregation": "interpolate",
+        "jagg_skip_forwards": False,
+        "jagg_offload_records": False,
         "jagg_probe_every": 0,
         "jagg_log": "",
     }

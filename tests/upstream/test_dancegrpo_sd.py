@@ -14,6 +14,7 @@ from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
 from probes import check_log, probe_passes
 from safetensors.torch import load_file
+from skips import check_refused, check_skipped
 
 require_dancegrpo()
 
@@ -113,6 +114,24 @@ def test_gradients_that_sync_inside_a_group_are_refused(cells):
     for records in cells:
         message = records["refused"]["accumulation"]
         assert "accelerate syncs gradients every 4 steps, not a multiple of the 9 trained per sample" in message
+
+
+@pytest.mark.parametrize(("cell", "groups", "syncs"), [("all W=4", 3 + 2, 1), ("all default", 2, 0), ("twice W=4", 2, 0)])
+def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(cells, cell, groups, syncs):
+    """DDP looks ahead in a sample's last group, which takes a forward. The first batch runs its own to compare.
+
+    All samples of a prompt begin alike. In a second pass nothing has been learned.
+    """
+    for records in cells:
+        found = records[f"{cell} skip"]["skips"]
+        n_batches = N_BATCHES * len(found["errors"])
+        check_skipped(found, (n_batches - 1) * (groups - (syncs if len(cells) > 1 else 0)), limit=1e-12)
+        assert max(found["errors"]) <= 1e-12
+
+
+def test_a_rollout_with_guidance_and_training_without_ends_skipping(cells):
+    found = [records["unguided W=4 skip"]["skips"] for records in cells]
+    check_refused(found, "rank 0: the rollout calls the model with other inputs: its outputs are [4, 4, 64, 64] there, [2, ")
 
 
 def test_the_probe_changes_nothing(cells):

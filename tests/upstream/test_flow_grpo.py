@@ -14,6 +14,7 @@ from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
 from probes import check_epochs, check_log, wandb_history
+from skips import check_refused, check_skipped
 
 from jagg_patch import __version__
 
@@ -53,6 +54,18 @@ WINDOW_PASSES = {
     "window 0 unpatched": (9, 9),
     "window 0 default": (6, 6),
 }
+
+
+def skipped_forwards(cell, ranks):
+    """In a batch: all but two of a group, sequentially all but three.
+
+    With more than one rank also all but three of a joint group with the last step, the only one in which DDP then reduces.
+    """
+    if cell == "default":  # 5, then 4 exact
+        return 2
+    if cell.startswith("window 4"):
+        return 1
+    return 3 + (1 if len(ranks) > 1 else 2)  # 5 + 4
 
 
 # -- (a) the real main, in process
@@ -131,6 +144,43 @@ def test_the_kl_term_is_in_the_gradient(ranks):
     for rank in ranks:
         with_kl, without = (rank["cells"][cell]["gradients"][0] for cell in ("unpatched", "no KL unpatched"))
         assert relative_error(without, with_kl) > 1e-3
+
+
+def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(ranks):
+    """The first batch runs its own, to compare them with the rollout's. In an SDE window the group begins anywhere."""
+    calls = MODEL_CALLS.get(ranks[0]["trainer"], 1)
+    for rank in ranks:
+        assert len(rank["skips"]) >= 2
+        for cell, found in rank["skips"].items():
+            if cell != "no guidance":
+                n_batches = N_BATCHES * len(found["errors"])
+                check_skipped(found, (n_batches - 1) * skipped_forwards(cell, ranks), calls)
+                assert all(map(torch.equal, found["gradients"], ranks[0]["skips"][cell]["gradients"])), cell
+
+
+def test_when_the_policy_has_moved_less_is_lost_than_by_grouping(ranks):
+    for rank in ranks:
+        if "inner W=4" in rank["skips"]:
+            assert 0 < rank["skips"]["inner W=4"]["errors"][1] < rank["cells"]["inner W=4"]["exact_errors"][1]
+
+
+def test_a_rollout_with_guidance_and_training_without_ends_skipping(ranks):
+    if "no guidance" not in ranks[0]["skips"]:
+        pytest.skip("tried on Stable Diffusion 3")
+    check_refused([rank["skips"]["no guidance"] for rank in ranks], "rank 0: the rollout's model outputs differ by ")
+
+
+def test_evaluations_are_not_recorded_and_find_nothing_kept(ranks):
+    """Two epochs with one before each, and two optimizer steps in each.
+
+    On a CPU upstream's evaluation leaves the averaged weights in the model, here those that it began with, so both epochs do.
+    """
+    if not ranks[0]["epochs"]:
+        pytest.skip("tried on Stable Diffusion 3")
+    for found in (rank["epochs"] for rank in ranks):
+        check_skipped(found, (2 * 2 * N_BATCHES - 1) * skipped_forwards("epochs", ranks))
+        assert found["errors"][2] <= 1e-6
+        assert found["evaluations"] == [(0, 0)] * 2 and found["recorded"] == 2 * N_BATCHES * 10
 
 
 @pytest.mark.parametrize(

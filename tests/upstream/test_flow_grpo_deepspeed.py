@@ -11,6 +11,7 @@ import yaml
 from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from flow_records import pairs
 from launch import ROOT, torchrun
+from skips import check_skipped
 
 require_flow_grpo()
 if find_spec("deepspeed") is None:
@@ -81,6 +82,17 @@ def test_backward_passes_are_the_planned_ones(ranks):
 def test_the_random_numbers_are_the_unpatched_run_s(ranks):
     for cell, record, unpatched in pairs(ranks, ""):
         assert torch.equal(record["rng"], unpatched["rng"]), cell
+
+
+@pytest.mark.parametrize(
+    ("cell", "forwards"), [("full W=3 joint", 3), ("twice W=4 joint", 3 + 2), ("twice W=4 sequential", 2 + 1)]
+)
+def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(ranks, cell, forwards):
+    """All but two of a group, sequentially all but three; the first batch runs its own, to compare. No step here moves far."""
+    for found in (rank["skips"][cell] for rank in ranks):
+        check_skipped(found, (N_BATCHES * len(found["errors"]) - 1) * forwards)
+        assert max(found["errors"]) <= 1e-6
+        assert all(map(torch.equal, found["gradients"], ranks[0]["skips"][cell]["gradients"]))
 
 
 def test_ranks_take_the_same_optimizer_step(ranks):

@@ -11,6 +11,7 @@ from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
 from probes import check_epochs, check_log
+from skips import check_skipped
 
 require_flow_grpo()
 
@@ -94,6 +95,13 @@ def test_padding_is_trimmed_at_a_sample_s_first_step(ranks):
     batches = [tokens[start : start + 9] for tokens in lengths for start in (0, 9)]
     assert all(len(set(batch[1:])) == 1 for batch in batches)
     assert any(batch[0] > batch[1] for batch in batches)
+
+
+@pytest.mark.parametrize(("cell", "forwards"), [("W=3", 1), ("window 4", 1), ("window 0 W=4", 5)])
+def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(ranks, cell, forwards):
+    """All but two of a group, sequentially all but three; the first batch runs its own, to compare."""
+    for rank in ranks:
+        check_skipped(rank["skips"][cell], (N_BATCHES - 1) * forwards)
 
 
 def test_a_second_inner_epoch_trains_from_other_ratios(ranks):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
+from skips import check_skipped
 
 require_dancegrpo()
 
@@ -48,3 +49,8 @@ def test_each_sample_s_steps_are_visited_in_trajectory_order(records, cell):
 @pytest.mark.parametrize("cell", ["W=3", "W=4"])
 def test_the_first_optimizer_step_s_gradient_is_group_backward_s_for_the_first_samples(records, cell):
     assert records[cell]["oracle_error"] <= 1e-6
+
+
+def test_skipped_forwards_find_the_selected_samples_in_the_rollout(records):
+    """Which all begin with the same noise. A group takes three forwards in the first six samples, the rest is joint: two."""
+    check_skipped(records["W=4"]["skips"], 5 * (2 + 1) + 3 * (3 + 2))

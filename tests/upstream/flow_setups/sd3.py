@@ -1,5 +1,7 @@
 """A tiny Stable Diffusion 3 pipeline; the trainer takes 9 of 10 steps, with guidance."""
 
+import os
+
 import flow_standins as standins
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -22,6 +24,18 @@ CELLS = {  # beside those of flow_cells.py
     "fp16 W=2": (FP16, dict(group_size=2, frac=1, schedule="joint")),
     "fp16 W=4": (FP16, dict(frac=1, schedule="joint")),
 }
+SAME_LATENT = {  # all samples are of one prompt, and those of a batch begin alike
+    "sample.same_latent": True,
+    "sample.num_image_per_prompt": 4 * int(os.environ.get("WORLD_SIZE", 1)),
+    "sample.unique_sample_per_epoch": 1,
+    "sample.unique_prompt_per_epoch": 1,
+}
+SKIPS = {  # beside those of flow_cells.py
+    "same latent": (SAME_LATENT, dict(frac=1, schedule="joint")),
+    "inner W=4": ({"train.num_inner_epochs": 2}, dict(frac=1, schedule="joint")),
+    "no guidance": ({"train.cfg": False}, dict(frac=1, schedule="joint")),  # in training; the rollout has it
+}
+SKIPS_EPOCHS = True
 
 TINY_SD3 = dict(
     sample_size=8,

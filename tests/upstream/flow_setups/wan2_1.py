@@ -8,6 +8,9 @@ PIPELINE = "WanPipeline"
 CONFIG = {"frames": 5, "height": 32, "width": 32, "sample.sample_time_per_prompt": 1, "sample.kl_reward": 0}
 TRAINS_WINDOW = False
 CALLS_PER_STEP = 2
+# The rollout takes the solver step a second time, with the reference's output. Upstream's can't be guided then.
+REWARDED = {"sample.kl_reward": 0.1, "sample.guidance_scale": 1.0}
+SKIPS = {"KL in the reward": (REWARDED, dict(frac=1, schedule="joint"))}  # beside those of flow_cells.py
 
 TINY_WAN = dict(
     num_attention_heads=2,

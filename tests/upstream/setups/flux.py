@@ -1,6 +1,7 @@
 """A tiny Flux, wrapped by upstream's own helpers as its main() does; with LoRA for the trainer of that name."""
 
 import importlib
+from contextlib import contextmanager
 
 import standins
 import torch
@@ -8,7 +9,34 @@ import torch.distributed as dist
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 ARGS = {}  # beside those of cells.py
+
+
+@contextmanager
+def cached_on_rank_1(transformer):
+    """Every second call in a rollout gives the output of the call before, as a caching rollout would, on rank 1 alone."""
+    cached = []
+
+    def hook(module, inputs, output):
+        if module.training or dist.get_rank() != 1:
+            return output
+        return cached.pop() if cached else cached.append(output) or output
+
+    handle = transformer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+W_4, W_4_SKIP = dict(frac=1, schedule="joint"), dict(frac=1, schedule="joint", skip_forwards=True)
+TWO_WINDOWS = dict(gradient_accumulation_steps=2)  # optimizer steps on one rollout
 CELLS = {  # as well
+    "default skip": ({}, dict(skip_forwards=True)),
+    "fraction W=4 skip": (dict(timestep_fraction=0.6), W_4_SKIP),
+    "windows W=4": (TWO_WINDOWS, W_4),
+    "windows W=4 skip": (TWO_WINDOWS, W_4_SKIP),
+    "cached W=4": ({}, W_4, 1, cached_on_rank_1),
+    "cached W=4 skip": ({}, W_4_SKIP, 1, cached_on_rank_1),
     "W=2 probed": ({}, dict(group_size=2, frac=1, schedule="joint", probe_every=1, log="W=2.jsonl")),
     "frac 0 probed": ({}, dict(frac=0, probe_every=1, log="frac 0.jsonl")),
 }

@@ -57,6 +57,8 @@ CELLS = {
     "sequential": ({}, dict(schedule="sequential"), 1),
     "auto": ({}, dict(), 4),  # two optimizer steps of sequential groups, then what it has come to
     "endpoints": ({}, dict(aggregation="endpoints"), 1),
+    "W=4 skipped": ({}, dict(group_size=4, frac=1, schedule="joint", skip_forwards=True), 1),
+    "sequential skipped": ({}, dict(schedule="sequential", skip_forwards=True), 1),
     "script": (dict(sampling_steps=16, timestep_fraction=0.6), None, 1),
     "script W=4": (dict(sampling_steps=16, timestep_fraction=0.6), dict(), 1),  # 9 of 15 steps: 5, then 4 exact
     "script endpoints": (dict(sampling_steps=16, timestep_fraction=0.6), dict(aggregation="endpoints"), 1),
@@ -71,7 +73,18 @@ CELLS = {
     "default clip off": (dict(max_grad_norm=1.0), dict(enabled=False), 2),
 }
 # cells whose gradient group_backward predicts, from the unpatched cell of the same trainer arguments
-GROUPED = ("W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=2", "sequential W=3", "sequential", "endpoints")
+GROUPED = (
+    "W=2",
+    "W=3",
+    "W=4",
+    "W=4 frac 0.6",
+    "sequential W=2",
+    "sequential W=3",
+    "sequential",
+    "endpoints",
+    "W=4 skipped",
+    "sequential skipped",
+)
 ORACLES = dict.fromkeys(GROUPED, "unpatched") | {"fraction W=4": "fraction"}
 # cells that are compared with the exact gradient, the unpatched trainer's
 EXACT = dict.fromkeys(GROUPED, "unpatched")
@@ -86,6 +99,11 @@ class Bench:
         self.transformer = trainer.build_transformer(argparse.Namespace(**BASE), self.device)
         self.observer = Observer(self.transformer)
         self.initial = local_weights(self.transformer)
+        self.forwards = 0
+        self.transformer.register_forward_hook(self._count_forward)
+
+    def _count_forward(self, *_):
+        self.forwards += 1
 
     def restore(self):
         offset = 0
@@ -97,6 +115,7 @@ class Bench:
     def run(self, changes, settings, n_steps):
         args = argparse.Namespace(**(BASE | changes))
         self.restore()
+        self.forwards = 0
         torch.manual_seed(42 + dist.get_rank())
         optimizer = torch.optim.AdamW(self.transformer.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
         loader = trainer.prompts(args, dist.get_rank(), dist.get_world_size())
@@ -111,6 +130,7 @@ class Bench:
             "weights": local_weights(self.transformer),
             "rng": torch.get_rng_state(),
             "gradients": seen.gradients,
+            "forwards": self.forwards,
             "passes": seen.passes,
             "reaching": seen.reaching,
             "gathers": seen.gathers,

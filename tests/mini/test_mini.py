@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import ROOT, torchrun
+from observe import relative_error
 
 from jagg_patch import __version__
 
@@ -60,10 +61,37 @@ def test_groups_of_two_are_exact(ranks, cell, autograd_calls):
 
 @pytest.mark.parametrize(
     "cell",
-    ["W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=2", "sequential W=3", "sequential", "endpoints", "fraction W=4"],
+    [
+        "W=2",
+        "W=3",
+        "W=4",
+        "W=4 frac 0.6",
+        "sequential W=2",
+        "sequential W=3",
+        "sequential",
+        "endpoints",
+        "fraction W=4",
+        "W=4 skipped",
+        "sequential skipped",
+    ],
 )
 def test_the_gradient_is_group_backward_s(ranks, cell):
     assert ranks[0][cell]["oracle_error"] <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("cell", "full", "saved"), [("W=4 skipped", "W=4", (5 - 2) + (4 - 2)), ("sequential skipped", "sequential", 5 - 3)]
+)
+def test_skipped_forwards_leave_the_gradient_and_the_metrics_as_they_were(ranks, cell, full, saved):
+    """The first micro-batch runs all of its forwards, to compare them."""
+    for records in ranks:
+        skipped, expected = records[cell], records[full]
+        assert relative_error(skipped["gradients"][0], expected["gradients"][0]) <= 1e-6
+        for name in ("reward", "loss", "grad_norm"):
+            assert skipped["metrics"][0][name] == pytest.approx(expected["metrics"][0][name], rel=1e-5, abs=1e-6)
+        assert expected["forwards"] - skipped["forwards"] == skipped["stats"]["skipped_forwards"] == (BATCHES - 1) * saved
+        assert skipped["passes"] == expected["passes"] and skipped["reaching"] == expected["reaching"]
+        assert torch.equal(skipped["rng"], expected["rng"])
 
 
 def test_the_approximation_is_as_good_as_the_readme_says(ranks):
@@ -109,7 +137,7 @@ def test_auto_stays_sequential_everywhere_if_one_rank_is_full(ranks):
 def test_a_backward_gathers_each_block_once(ranks):
     expected = N_BLOCKS if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
     for records in ranks:
-        for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=3", "sequential"):
+        for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=3", "sequential", "W=4 skipped"):
             assert set(records[cell]["gathers"]) == {expected}
 
 
@@ -122,7 +150,7 @@ def test_each_accumulation_window_steps_the_optimizer(ranks):
 def test_the_policy_ratio_is_no_further_from_one_than_unpatched(ranks):
     for records in ranks:
         limit = records["unpatched"]["metrics"][0]["first_ratio_error"]
-        for cell in ("W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential", "endpoints"):
+        for cell in ("W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential", "endpoints", "W=4 skipped", "sequential skipped"):
             assert records[cell]["metrics"][0]["first_ratio_error"] <= limit
 
 
@@ -189,3 +217,31 @@ def test_the_patched_file_runs_as_the_user_s_script_does(patched, tmp_path):
     assert [row["backward_passes"] for row in metrics] == [2 * 3 * 2] * 2
     assert len((out / "reward.txt").read_text().split()) == 2
     assert (out / "checkpoint-2/diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_the_user_s_script_with_skipped_forwards(patched, tmp_path):
+    """The first training step's numbers are those with all forwards, and the log counts what each step saves."""
+    command = "fastvideo/train_grpo_flux.py --use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
+    command += " --micro_batch_size 2 --gradient_accumulation_steps 2"
+    settings = {
+        "all": {"JAGG_SCHEDULE": "joint"},
+        "joint": {"JAGG_SCHEDULE": "joint", "JAGG_SKIP_FORWARDS": "1"},
+        "sequential": {"JAGG_SCHEDULE": "sequential", "JAGG_SKIP_FORWARDS": "1", "JAGG_OFFLOAD_RECORDS": "1"},
+    }
+    first, saved, printed = {}, {}, {}
+    for name, environment in settings.items():
+        log, out = tmp_path / f"{name}.jsonl", tmp_path / name
+        more = ["--max_train_steps", 1 if name == "all" else 2, "--output_dir", out]
+        environment |= {"JAGG_FRAC": "1", "JAGG_LOG": str(log)}
+        printed[name] = torchrun(2, *command.split(), *more, cwd=patched, env=environment)
+        first[name] = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        saved[name] = [json.loads(line)["forward_passes_saved"] for line in log.read_text().splitlines()]
+    # Nine steps in groups of 5 and 4, two micro-batches a rank.
+    assert saved == {"all": [0], "joint": [5, 2 * 5], "sequential": [3, 2 * 3]}
+    for name in ("joint", "sequential"):
+        for metric in ("reward", "loss", "grad_norm"):
+            assert first[name][metric] == pytest.approx(first["all"][metric], rel=1e-5, abs=1e-6)
+        assert first[name]["first_ratio_error"] <= first["all"]["first_ratio_error"]
+        assert printed[name].count("JAGG: the rollout's recorded outputs take") == 1
+        assert "no forwards are skipped" not in printed[name]
+        assert f"8 backward passes through the model instead of 18, {saved[name][0]} forwards skipped" in printed[name]

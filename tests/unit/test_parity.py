@@ -29,7 +29,7 @@ def ramp(slope, n_steps=30):
 
 
 def test_the_arms_cost_what_the_cost_model_says(parity):
-    """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 backward passes of 3, and forwards."""
+    """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 passes back of 3, or forwards"""
     assert {arm: setup.cost for arm, setup in parity.ARMS.items()} == {
         "baseline: 9 of 15 steps": 16 + 36,
         "JAGG, frac 0.6": 16 + 36 - 9,

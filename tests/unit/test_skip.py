@@ -496,7 +496,7 @@ def test_a_rollout_that_differs_from_the_second_one_on_is_found_out_at_a_group_s
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_first_sample_that_is_compared_is_one_that_could_skip_before_the_policy_has_moved(load_loop, accumulation):
-    """Groups of three can't before the schedule is joint, from the third optimizer step on. In the first rollout that is too late."""
+    """Groups of three can't before the schedule is joint, from the third optimizer step on: too late for the first rollout."""
     settings, changes = dict(group_size=3, schedule="auto"), dict(gradient_accumulation_steps=accumulation)
     full, skipped = run_both(load_loop, FLUX, settings=settings, **changes)
     assert_same(skipped.gradients, full.gradients)

@@ -530,6 +530,23 @@ def test_a_window_that_is_too_short_is_said_and_recorded_no_further(load_loop, r
     assert "recorded outputs" not in printed
 
 
+@pytest.mark.parametrize(
+    ("factors", "moved", "agreed"),
+    [
+        ([1.04, 1.04], False, True),
+        ([1.0, 1.06], False, False),  # one sample of the batch, and a small one
+        ([1.0, float("nan")], False, False),
+        ([1.0, 1.06], True, True),
+    ],
+)
+def test_each_sample_of_a_batch_is_compared_until_the_policy_moves(factors, moved, agreed):
+    said, outputs = [], torch.tensor([[30.0, 40.0], [0.3, 0.4]])
+    skipping = Skipping(JaggConfig(skip_forwards=True), said.append)
+    skipping.policy_has_moved = moved
+    skipping.compare(outputs * torch.tensor(factors)[:, None], outputs)
+    assert skipping.is_agreed("cpu") == skipping.is_on == (not said) == agreed
+
+
 def test_after_a_doubt_the_next_rollouts_are_not_recorded(load_loop, sessions):
     name, pieces, _ = FALLBACKS["a cached rollout"]
     module, sizes = load_loop(name, *pieces), []

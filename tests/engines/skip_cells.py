@@ -1,7 +1,7 @@
 """Runs under torchrun: the loop's training step with skipped forwards and with all of them, on one engine after another.
 
 usage: torchrun ... skip_cells.py OUT [ENGINE...]; writes OUT/rank{N}.pt, `{engine: {cell: {run: record}}}`. The cells are in
-matrix.py, the tests that read the records in test_skip.py.
+matrix.py, the tests that read the records in test_skipping.py.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from observe import first_layer
 
 from jagg_patch import JaggConfig, install
 
-MOVING_RATE = 3.0  # the ratios then drift by about 1 %
+MOVING_RATE = 3.0  # the ratios then drift by some 0.2 to 0.5 %
 
 
 @contextmanager

@@ -1,0 +1,250 @@
+"""`python -m jagg_patch bench` on models too small to time: what is measured, counted and derived, never how long it takes."""
+
+import argparse
+import json
+import subprocess
+import sys
+from itertools import product
+from statistics import median
+
+import pytest
+import torch
+from launch import ROOT
+
+from jagg_patch import JaggError
+from jagg_patch.__main__ import main
+from jagg_patch.commands import bench
+
+SIZE = ["--layers", "1", "--heads", "1", "--side", "2", "--text", "2"]
+MODES = ("jagg", "skip", "sequential")
+FRACS = (0.6, 1.0)
+RECOMPUTE = {"on": 1, "half": 0.5, "off": 0}
+SMALL = {
+    *product(["on"], [(20, 20)], [3, 4, 6, 8], FRACS, MODES),
+    *product(["half", "off"], [(20, 20)], [4], FRACS, MODES),
+    *product(["on", "half", "off"], [(15, 9)], [4], [0.6], MODES),
+    *product(["on"], [(24, 24)], [8], [1.0], MODES),
+}
+FULL_SIZE = {*product(["on"], [(20, 20)], [4], FRACS, MODES), *product(["on"], [(24, 24)], [8], [1.0], MODES)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A function that runs `python -m jagg_patch bench` with the smallest model and returns its folder."""
+
+    def run_it(*flags):
+        out = tmp_path_factory.mktemp("bench")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["jagg_patch", "bench", "--out", str(out), *SIZE, *flags])
+            main()
+        return out
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def out(command):
+    return command("--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def results(out):
+    return read(out)
+
+
+def read(out):
+    return json.loads((out / "bench.json").read_text())
+
+
+def parsed(*flags):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def keys(rows):
+    return [
+        (row["checkpointing"], (row["trainable"], row["visited"]), size, row["frac"], row["mode"])
+        for row in rows
+        for size in row["group_sizes"]
+    ]
+
+
+def cell(row):
+    return row["checkpointing"], row["trainable"]
+
+
+def grouped(results):
+    return [row for row in results["rows"] if row["mode"] != "exact"]
+
+
+def exact(results, row):
+    return next(other for other in results["rows"] if other["mode"] == "exact" and cell(other) == cell(row))
+
+
+def find(results, *key):
+    (row,) = (row for row in results["rows"] if key in keys([row]))
+    return row
+
+
+def test_every_row_is_there(results):
+    found = keys(results["rows"])
+    assert len(found) == len(set(found)) and set(found) == SMALL
+    assert results["dropped"] == [] and results["rounds"] == 2
+    exact_rows = [row for row in results["rows"] if row["mode"] == "exact"]
+    assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 7
+    for row in results["rows"]:
+        for name in ("rollout", "update", "training_step"):
+            assert len(row[f"{name}_seconds"]) == 2 and min(row[f"{name}_seconds"]) > 0
+        assert not row["out_of_memory"]
+
+
+def passes(row):
+    """`(recorded, unrecorded)` forwards of an update."""
+    n_grouped = sum(row["groups"])
+    ends = sum(min(size, 2) for size in row["groups"])
+    return row["visited"] - n_grouped + ends, 0 if row["mode"] == "skip" else n_grouped - ends
+
+
+def test_forwards_and_backward_passes_are_counted(results):
+    for row in results["rows"]:
+        recorded, unrecorded = passes(row)
+        assert (row["forwards"], row["backward_passes"]) == (recorded + unrecorded, recorded)
+    long = [find(results, "on", (24, 24), 8, 1.0, mode) for mode in MODES]
+    assert [row["groups"] for row in long] == [[8, 8, 8]] * 3
+    assert [(row["forwards"], row["backward_passes"]) for row in long] == [(24, 6), (6, 6), (24, 6)]
+
+
+def test_the_limit_is_that_of_the_measured_calls(results):
+    for row in grouped(results):
+        seconds = results["call_seconds"][row["checkpointing"]]
+        assert set(seconds) == {"unrecorded", "recorded", "backward"} and min(seconds.values()) > 0
+        recorded, unrecorded = passes(row)
+        with_backward = seconds["recorded"] + seconds["backward"]
+        before = row["visited"] * with_backward
+        after = recorded * with_backward + unrecorded * seconds["unrecorded"]
+        rollout = (row["trainable"] + 1) * seconds["unrecorded"]
+        assert row["update"]["limit"] == pytest.approx(before / after)
+        assert row["training_step"]["limit"] == pytest.approx((rollout + before) / (rollout + after))
+
+
+def test_the_prediction_is_the_cost_models(results):
+    for row in grouped(results):
+        recorded, unrecorded = passes(row)
+        step = 3 + RECOMPUTE[row["checkpointing"]]
+        before, after, rollout = row["visited"] * step, recorded * step + unrecorded, row["trainable"] + 1
+        assert row["update"]["predicted"] == pytest.approx(before / after)
+        assert row["training_step"]["predicted"] == pytest.approx((rollout + before) / (rollout + after))
+    published = [find(results, "on", (20, 20), 4, frac, mode) for frac in FRACS for mode in ("jagg", "skip")]
+    assert [round(row["update"]["predicted"], 2) for row in published] == [1.29, 1.43, 1.6, 2.0]
+    assert find(results, "on", (24, 24), 8, 1.0, "skip")["update"]["predicted"] == 4
+
+
+def test_the_ratio_is_to_the_exact_row_of_the_same_round(results):
+    for row in grouped(results):
+        for part in ("update", "training_step"):
+            before, after = exact(results, row)[f"{part}_seconds"], row[f"{part}_seconds"]
+            ratios = [then / now for then, now in zip(before, after, strict=True)]
+            assert row[part]["median"] == pytest.approx(median(ratios))
+            assert min(ratios) <= row[part]["q1"] * 1.0001 and row[part]["q3"] <= max(ratios) * 1.0001
+
+
+def test_own_time_is_that_of_exact_steps(results):
+    for row in results["rows"]:
+        assert ("own_share" in row) == (sum(row["groups"]) < row["visited"])
+        assert row.get("own_share", 1) > 0
+
+
+def test_the_table_has_the_numbers(command, capsys):
+    out = command("--model", "flux", "--rounds", "1")
+    results, printed = read(out), capsys.readouterr().out
+    assert set(keys(results["rows"])) == FULL_SIZE
+    for row in grouped(results):
+        (line,) = (line for line in printed.splitlines() if line.startswith(row["row"]))
+        for part in ("update", "training_step"):
+            assert f"{row[part]['median']:.3f}" in line and f"{row[part]['limit']:.3f}" in line
+
+
+def test_qwen_and_what_does_not_fit_is_dropped(command, capsys):
+    results = read(command("--model", "qwenimage", "--rounds", "1"))
+    assert set(keys(results["rows"])) == FULL_SIZE
+    capsys.readouterr()
+    short = read(command("--model", "qwenimage", "--seconds", "0"))
+    rows = [row["row"] for row in results["rows"]]
+    assert [row["row"] for row in short["rows"]] == rows[:2] and short["dropped"] == rows[2:] and short["rounds"] == 1
+    assert capsys.readouterr().out.count("dropped, for lack of time") == len(rows) - 2
+
+
+def test_out_of_memory_is_a_row(command, monkeypatch):
+    from jagg_patch import session
+
+    def joint_output(value, endpoints, fold):
+        if len(endpoints) == 2:
+            raise torch.cuda.OutOfMemoryError("two graphs")
+        return original(value, endpoints, fold)
+
+    original = session.joint_output
+    monkeypatch.setattr(session, "joint_output", joint_output)
+    results = read(command("--model", "flux", "--rounds", "2"))
+    assert set(keys(results["rows"])) == FULL_SIZE
+    for row in results["rows"]:
+        failed = row["mode"] in ("jagg", "skip")
+        assert row["out_of_memory"] == failed and len(row["update_seconds"]) == (0 if failed else 2)
+        assert ("limit" in row["update"]) == (not failed)
+
+
+def test_a_row_that_does_not_skip_is_no_row(command, monkeypatch):
+    monkeypatch.setattr("jagg_patch.skip.Skipping.is_agreed", lambda skipping, device: False)
+    with pytest.raises(SystemExit, match=r"skipped +: an update took \(2[04], \d+\) .*planned were"):
+        command("--model", "flux", "--rounds", "1")
+
+
+def test_all_is_the_whole_product():
+    found = [(case.checkpointing, case.steps[0], size, case.frac) for case in bench.cases(bench.ALL) for size in case.group_sizes]
+    assert sorted(found) == sorted(product(RECOMPUTE, [20, 24, 15], [3, 4, 6, 8], FRACS))
+
+
+@pytest.mark.parametrize("share, recomputed", [(1, 4), (0.5, 2), (0, 0)])
+def test_checkpointing_is_that_share_of_the_blocks(share, recomputed):
+    model, _ = bench.build("flux", parsed("--out", ".", *SIZE[2:], "--layers", "2"))
+    for before in (1, 0.5, 0):
+        bench.set_checkpointing(model, before)
+        bench.set_checkpointing(model, share)
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        assert [type(block).__name__ == "CheckpointWrapper" for block in blocks] == [True] * recomputed + [False] * (
+            4 - recomputed
+        )
+
+
+def test_it_says_what_is_missing(tmp_path, monkeypatch):
+    out = ["--out", str(tmp_path / "out")]
+    with pytest.raises(JaggError, match="for a GPU\nadd --device cuda"):
+        bench.run(parsed(*out, "--model", "flux"))
+    with pytest.raises(JaggError, match="at least"):
+        bench.run(parsed(*out, "--layers", "0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(JaggError, match="no CUDA device"):
+        bench.run(parsed(*out, "--device", "cuda"))
+    for name in ("matplotlib", "diffusers"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(JaggError, match=f"needs {name}\npip install"):
+            bench.run(parsed(*out))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_picture(out):
+    assert (out / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_module_needs_torch_alone_until_it_runs():
+    script = "import sys, jagg_patch.commands.bench; print(*{'diffusers', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

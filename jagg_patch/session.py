@@ -430,7 +430,13 @@ class Session:
         if not is_skipped:
             return forward()
         self.stats.skipped_forwards += 1
-        return forward(model=group.stand_in)
+        result = forward(model=group.stand_in)
+        if not group.stand_in.is_called:
+            raise JaggError(
+                f"{group.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
+                "its forwards can't be skipped: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
+            )
+        return result
 
     def model_returned(self, output):
         """The model has given `output` in a training forward, for a group's stand-in."""

@@ -36,6 +36,7 @@ class StandIn:
     def __init__(self, model):
         self._model = model
         self._output = None
+        self.is_called = False
 
     def returned(self, output):
         self._output = tree_map(_detached, output)
@@ -45,6 +46,7 @@ class StandIn:
         return self._output is not None
 
     def __call__(self, *args, **kwargs):
+        self.is_called = True
         return tree_map(_cloned, self._output)
 
     def __getattr__(self, name):

@@ -72,6 +72,26 @@ def test_reward_parity(arm):
     assert parity_line(arm) in readme()
 
 
+BENCH = result("bench-results/bench")["rows"]
+BENCH_CASES = list(dict.fromkeys(row["row"][:29] for row in BENCH if row["mode"] != "exact"))
+
+
+def bench_line(case):
+    """Each mode's update and training step: median of the ratio, and in brackets its limit and what the cost model predicts."""
+    found = {row["mode"]: row for row in BENCH if row["row"].startswith(case) and row["mode"] != "exact"}
+    cells = [
+        "{median:.2f} ({limit:.2f}, {predicted:.2f})".format(**found[mode][part])
+        for part in ("update", "training_step")
+        for mode in ("jagg", "skip", "sequential")
+    ]
+    return f"| {' '.join(case.split())} | {'+'.join(map(str, found['jagg']['groups']))} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("case", BENCH_CASES)
+def test_the_bench(case):
+    assert bench_line(case) in readme()
+
+
 def test_the_demo_s_table():
     sys.path.insert(0, str(ROOT / "upstream"))
     try:
@@ -99,7 +119,14 @@ def test_the_report_of_a_run_of_the_mini_trainer(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in readme()
 
 
-FILES = ["probe-results/probe", "parity-results/parity", "demo-results/comparison", "flow-results/fast", "report-results/made_by"]
+FILES = [
+    "bench-results/bench",
+    "probe-results/probe",
+    "parity-results/parity",
+    "demo-results/comparison",
+    "flow-results/fast",
+    "report-results/made_by",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -112,4 +139,5 @@ def test_each_result_says_what_made_it(name):
 
 if __name__ == "__main__":  # what the README should say
     print("\n".join(probe_line(label, **wanted) for label, wanted in PROBE_LINES))
+    print("\n".join(bench_line(case) for case in BENCH_CASES))
     print("\n".join(parity_line(arm) for arm in result("parity-results/parity")["arms"]))

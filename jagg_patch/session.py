@@ -518,7 +518,7 @@ class Session:
                 "its gradient is incomplete: let the exception end the training step, or run with JAGG_ENABLED=0"
             )
         group.ends_first = not group.is_joint and role is not Role.LAST and self._roles[self._position + 1] is Role.LAST
-        if group.ends_first:
+        if group.ends_first and group.weights is None:
             group.weigh([*group.timesteps, timesteps_at(self._position + 1)], self.config.aggregation, where)
 
     def _plan_forwards(self, step):

@@ -15,3 +15,14 @@ def no_settings_from_outside(monkeypatch):
 
     for name in [name for name in os.environ if name.startswith("JAGG_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For what runs in the test's own process: the processor is shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -28,12 +28,7 @@ SMALL = {
 FULL_SIZE = {*product(["on"], [(20, 20)], [4], FRACS, MODES), *product(["on"], [(24, 24)], [8], [1.0], MODES)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import importlib
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
 from itertools import groupby
 
 import pytest
@@ -26,22 +25,13 @@ def parsed(*flags):
     return parser.parse_args(flags)
 
 
-@contextmanager
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, one_thread):
     """A function that runs the command and returns its output folder."""
 
     def run_it(*flags):
         out = tmp_path_factory.mktemp("probe")
-        with one_thread():
-            probe.run(parsed("--out", str(out), *flags))
+        probe.run(parsed("--out", str(out), *flags))
         return out
 
     return run_it
@@ -168,19 +158,18 @@ def test_the_numbers_are_those_of_group_backward(results, visited):
     """All samples and digits of the JSON's means: of the groups' agreement, and of the whole update at frac 0.6."""
     groups = plan_groups(15 if visited == "all" else 9, JaggConfig(group_size=W, frac=1))
     routed = plan_groups(groups[-1].stop, JaggConfig(group_size=W))
-    with one_thread():
-        oracles = [Oracle(prompt, visited) for prompt in range(PROMPTS)]
-        for aggregation in probe.AGGREGATIONS:
-            for group in groups:
-                pairs = [(oracle.jagg(group, aggregation), oracle.exact(group)) for oracle in oracles]
-                key = dict(visited=visited, group_size=W, aggregation=aggregation, positions=list(group))
-                check(rows(results, "groups", **key), pairs)
-            pairs = []
-            for oracle in oracles:
-                rest = oracle.exact(range(routed[-1].stop, groups[-1].stop))
-                exact = sum(oracle.exact(group) for group in routed) + rest
-                pairs.append((sum(oracle.jagg(group, aggregation) for group in routed) + rest, exact))
-            check(rows(results, "updates", visited=visited, group_size=W, frac=0.6, aggregation=aggregation), pairs)
+    oracles = [Oracle(prompt, visited) for prompt in range(PROMPTS)]
+    for aggregation in probe.AGGREGATIONS:
+        for group in groups:
+            pairs = [(oracle.jagg(group, aggregation), oracle.exact(group)) for oracle in oracles]
+            key = dict(visited=visited, group_size=W, aggregation=aggregation, positions=list(group))
+            check(rows(results, "groups", **key), pairs)
+        pairs = []
+        for oracle in oracles:
+            rest = oracle.exact(range(routed[-1].stop, groups[-1].stop))
+            exact = sum(oracle.exact(group) for group in routed) + rest
+            pairs.append((sum(oracle.jagg(group, aggregation) for group in routed) + rest, exact))
+        check(rows(results, "updates", visited=visited, group_size=W, frac=0.6, aggregation=aggregation), pairs)
 
 
 def check(rows, pairs):

@@ -481,7 +481,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--seconds", type=float, help="for measuring; rows that don't fit are dropped (default 150, full size 300)"
     )
-    parser.add_argument("--rounds", type=int, default=10**6, help="at most, of a training step of every row")
+    parser.add_argument("--rounds", type=int, help="at most, of a training step of every row")
     size = parser.add_argument_group("the model's size, instead of its own")
     size.add_argument("--layers", type=int, help="blocks, of each kind that it has")
     size.add_argument("--heads", type=int, help="attention heads, which set the width")
@@ -489,9 +489,17 @@ def add_arguments(parser):
     size.add_argument("--text", type=int, help="text tokens")
 
 
+def command(args):
+    """The command line that `args` came from."""
+    options = ("device", "model", "seconds", "rounds", "layers", "heads", "side", "text")
+    given = [f"--{name} {getattr(args, name)}" for name in options if getattr(args, name) is not None]
+    return " ".join(["python -m jagg_patch bench --out OUT", *["--all"] * args.all, *given])
+
+
 def run(args):
     name = args.model or ("flux" if args.device == "cuda" else "small")
-    if min(args.rounds, *(1 if given is None else given for given in (args.layers, args.heads, args.side, args.text))) < 1:
+    sizes = args.rounds, args.layers, args.heads, args.side, args.text
+    if min(size for size in (1, *sizes) if size is not None) < 1:
         raise JaggError("the bench needs 1 round, layer, head, image token and text token at least")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise JaggError("torch finds no CUDA device\nrun with --device cpu, or install a torch with CUDA")
@@ -508,12 +516,12 @@ def run(args):
         if (mode == "exact") != bool(case.groups)
     ]
     budget = known.seconds if args.seconds is None else args.seconds
-    rows, rounds = measure(planned, budget, known.least_rounds, args.rounds, name != "small")
+    rows, rounds = measure(planned, budget, known.least_rounds, args.rounds or 10**6, name != "small")
     exact, seconds = {row.case.cell: row for row in rows if row.mode == "exact"}, call_seconds(rows)
     on = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.4g}M parameters, {settings['noise'].shape[1]} image tokens"
     results = {
-        "made_by": made_by("python -m jagg_patch bench --out OUT", on=on),
+        "made_by": made_by(command(args), on=on),
         "title": f"{name}, {size}, on {on}: {rounds} rounds",
         "rounds": rounds,
         "call_seconds": seconds,

@@ -94,6 +94,9 @@ def test_every_row_is_there(results):
     found = keys(results["rows"])
     assert len(found) == len(set(found)) and set(found) == SMALL
     assert results["dropped"] == [] and results["rounds"] == 2
+    assert results["made_by"]["command"].endswith(
+        "bench --out OUT --device cpu --rounds 2 --layers 1 --heads 1 --side 2 --text 2"
+    )
     exact_rows = [row for row in results["rows"] if row["mode"] == "exact"]
     assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 7
     for row in results["rows"]:

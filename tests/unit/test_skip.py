@@ -589,7 +589,10 @@ OTHER_SAMPLE = "sample 1, visited step {} .* the sample isn't the one that the g
             [TIMESTEPS, "int(s * 1000) - (k == 2) for k, s in enumerate(sigmas[:n])"],
             "sample 0, visited step 2 .* fed timesteps .874., .* says .875.",
         ),
-        (["run_model(transformer,", "run_model(transformer.train(),"], "sample 1, visited step 0 .* didn't call the model that it was"),
+        (
+            ["run_model(transformer,", "run_model(transformer.train(),"],
+            "sample 1, visited step 0 .* didn't call the model that it",
+        ),
     ],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -3,7 +3,7 @@
 from . import __version__
 from .config import AUTO
 from .cost import probe_cost, training_step_cost, update_cost
-from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, forwards_a_group, plan_groups, step_roles, whole_groups
+from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, forwards_a_group, least_forwards, plan_groups, step_roles, whole_groups
 from .schedule import MEASURED_UPDATES
 
 MEMORY = {
@@ -14,7 +14,7 @@ MEMORY = {
 
 FORWARDS = {
     ENDPOINTS_FIRST: "2 a group (3 where DDP syncs the last one's gradients)",
-    LOOK_AHEAD: "3 a group, 2 in the joint schedule",
+    LOOK_AHEAD: "3 a group, counted above; 2 in the joint schedule",
 }
 
 
@@ -32,14 +32,14 @@ def banner(trainer, config, args):
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
     if groups:
         cost = trainer.step_cost(args)
-        forwards = forwards_a_group(config)
+        forwards = forwards_a_group(config.skip_forwards, config.schedule)
         update = update_cost(visited, (), cost), update_cost(visited, groups, cost, forwards)
         whole = [training_step_cost(visited, sampled, g, cost, forwards) for g in ((), groups)]
         lines.append(
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
-        if config.skip_forwards and max(map(len, groups)) > forwards:
+        if config.skip_forwards and max(map(len, groups)) > least_forwards(config.schedule):
             lines.append(
                 f"  forwards: {FORWARDS[forwards]}, the others are estimated from the rollout's; its first sample is compared"
             )

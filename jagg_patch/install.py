@@ -15,7 +15,6 @@ from .cost import StepCost
 from .errors import JaggError
 from .intercept import require_parameters
 from .log import Log
-from .plan import forwards_a_group
 from .session import Session, Stats
 from .trainers import find_trainer
 
@@ -36,7 +35,7 @@ class Handle:
         self._reported = False
         self._log = None
         # Until the trainer's arguments are parsed.
-        self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost()), "forwards_a_group": None}
+        self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost())}
         self.config = None
         self.stats = Stats()
 
@@ -148,7 +147,6 @@ class Handle:
         if self.config.enabled:
             steps, cost = self._trainer.steps(args), self._trainer.step_cost(args)
             self._costs = {"sampled_steps": steps.sampled, "step_cost": asdict(cost)}
-            self._costs["forwards_a_group"] = forwards_a_group(self.config)
         say_on_rank_zero(banner(self._trainer, self.config, args))
 
 

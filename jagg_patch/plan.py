@@ -69,14 +69,19 @@ def whole_groups(n_steps, group_size, start=0):
     return tuple(groups)
 
 
-def forwards_a_group(config):
+def forwards_a_group(skips, schedule):
     """How many a group takes at most, for predictions; None if none are skipped.
 
     Under `auto` that of its first updates. Under `joint`, a sample's last group takes one more where DDP syncs its gradients.
     """
-    if not config.skip_forwards:
+    if not skips:
         return None
-    return ENDPOINTS_FIRST if config.schedule == "joint" else LOOK_AHEAD
+    return ENDPOINTS_FIRST if schedule == "joint" else LOOK_AHEAD
+
+
+def least_forwards(schedule):
+    """How many a group may come to take under `schedule`: only larger ones can skip any."""
+    return LOOK_AHEAD if schedule == "sequential" else ENDPOINTS_FIRST
 
 
 def groups_at_start(n_steps, group_size):

@@ -32,7 +32,7 @@ from .engines import (
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .log import Stopwatch
-from .plan import ENDPOINTS_FIRST, Role, alphas, step_roles
+from .plan import ENDPOINTS_FIRST, Role, alphas, forwards_a_group, step_roles
 from .probe import Probe
 from .routing import Routing
 from .schedule import Schedule
@@ -266,7 +266,8 @@ class Session:
                     )
             self._stopwatch.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
-            self.skipping.update_begins(max(map(len, self._groups), default=0), self._routing.is_auto)
+            largest = max(map(len, self._groups), default=0)
+            self.skipping.update_begins(largest, self.schedule.name, self._routing.is_auto)
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
             self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
             self._skipped_before = self.stats.skipped_forwards
@@ -290,6 +291,7 @@ class Session:
                 "visited": visited,
                 "groups": grouped,
                 "schedule": self.schedule.name,
+                "forwards_a_group": forwards_a_group(self.skipping.is_on, self.schedule.name),
                 "backward_passes": passes - self._passes_before[0],
                 "backward_passes_saved": unpatched - passes - self._passes_before[1] + self._passes_before[0],
                 "forward_passes_saved": self.stats.skipped_forwards - self._skipped_before,
@@ -470,6 +472,7 @@ class Session:
         self.stats.skipped_forwards -= 1
         self.skipping.compare(last, output)
         if self.skipping.policy_has_moved or self.skipping.is_agreed(device):
+            self.skipping.begins()
             group.last = output if is_endpoints_first else None
             wide = torch.promote_types(output.dtype, torch.float32)
             ends = (group.first, first), (output, last)

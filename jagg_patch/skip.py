@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from .plan import ENDPOINTS_FIRST, LOOK_AHEAD
+from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, least_forwards
 from .quality import SAME
 from .recorded import Records
 
@@ -80,7 +80,7 @@ class Skipping:
         self.is_checked = False  # one sample's grouped steps have run their forwards, to compare
         self._is_checking = False
         self._say = say
-        self._has_stated_memory = False
+        self._has_stated_memory = self._has_begun = False
         self.is_recording = self._is_paused = False
         self.policy_has_moved = False  # since the rollout
         self._doubt = None  # why not
@@ -110,10 +110,10 @@ class Skipping:
         finally:
             self._is_paused = False
 
-    def update_begins(self, largest_group, may_change):
-        if self.is_on and largest_group <= ENDPOINTS_FIRST and not may_change:
+    def update_begins(self, largest_group, schedule, may_change):
+        if self.is_on and largest_group <= least_forwards(schedule) and not may_change:
             self.is_on = False
-            self._say(f"JAGG: no forwards are skipped: the largest group has {largest_group} steps")
+            self._say(f"JAGG: no forwards are skipped: the largest group has {largest_group} steps, the schedule is {schedule}")
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
@@ -149,6 +149,12 @@ class Skipping:
                     f"the rollout's model outputs differ by {difference:.0%} from the training forward's before the policy moved "
                     "(other guidance, a cached or approximate rollout?)"
                 )
+
+    def begins(self):
+        """A group skips its forwards."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._say("JAGG: forwards are skipped from here on: what has been compared agrees with the rollout's")
 
     def doubts(self, why):
         self._doubt = self._doubt or why

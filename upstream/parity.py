@@ -49,7 +49,9 @@ class Arm:
         """Forwards of one sample, rollout included."""
         config = JaggConfig.from_env(self.jagg)
         groups = plan_groups(self.visited, config)
-        return training_step_cost(self.visited, SAMPLED, groups, forwards_a_group=forwards_a_group(config))
+        return training_step_cost(
+            self.visited, SAMPLED, groups, forwards_a_group=forwards_a_group(config.skip_forwards, config.schedule)
+        )
 
 
 BASELINE = "baseline: 9 of 15 steps"

@@ -254,7 +254,11 @@ class Row:
         config = JaggConfig(**grouped | MODES[mode])
         self.case, self.mode, self.taken, self.is_out_of_memory = case, mode, [], False
         self.sampled = case.steps[0] + 1
-        plan = case.groups, StepCost(recompute=RECOMPUTE[case.checkpointing]), forwards_a_group(config)
+        plan = (
+            case.groups,
+            StepCost(recompute=RECOMPUTE[case.checkpointing]),
+            forwards_a_group(config.skip_forwards, config.schedule),
+        )
         update, training_step = update_cost(case.visited, *plan), training_step_cost(case.visited, self.sampled, *plan)
         self.predicted = {"update": update, "training_step": training_step}  # in forwards
         self.passes = forward_passes(case.visited, case.groups, plan[-1]), backward_passes(case.visited, case.groups)
@@ -479,7 +483,9 @@ def add_arguments(parser):
     parser.add_argument("--model", choices=MODELS, help="flux and qwenimage at full size, 720x720 (default small, on cuda flux)")
     parser.add_argument("--all", action="store_true", help="every W, frac, number of steps and checkpointing")
     parser.add_argument(
-        "--seconds", type=float, help="for measuring; rows that don't fit are dropped (default 150, full size 300)"
+        "--seconds",
+        type=float,
+        help="for measuring, but three rounds at least (default 150); at full size rows are dropped that don't fit (300)",
     )
     parser.add_argument("--rounds", type=int, help="at most, of a training step of every row")
     size = parser.add_argument_group("the model's size, instead of its own")
@@ -501,6 +507,8 @@ def run(args):
     sizes = args.rounds, args.layers, args.heads, args.side, args.text
     if min(size for size in (1, *sizes) if size is not None) < 1:
         raise JaggError("the bench needs 1 round, layer, head, image token and text token at least")
+    if args.seconds is not None and not args.seconds > 0:
+        raise JaggError(f"--seconds {args.seconds:g} leaves no time to measure in\ngive more, or leave it away")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise JaggError("torch finds no CUDA device\nrun with --device cpu, or install a torch with CUDA")
     if args.device == "cpu" and name != "small" and not args.layers:

@@ -44,8 +44,9 @@ def run(args):
         )
     try:
         found = cosines(probed)
-        options = choices(found, probed[0], args.threshold)
-        text = describe(records, probed, found, options, args.threshold)
+        forwards = records[-1].get("forwards_a_group")
+        options = choices(found, probed[0], args.threshold, forwards)
+        text = describe(records, probed, found, options, forwards, args.threshold)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise JaggError(
             f"the log isn't one of JAGG {__version__}: {type(error).__name__} {error}\nreport with the version that wrote it"
@@ -98,10 +99,12 @@ def cosines(probed):
     ]
 
 
-def choices(found, record, threshold):
-    """Every `group_size` and `frac` whose groups were measured and have mean cosines of `threshold` or more, cheapest first."""
+def choices(found, record, threshold, forwards=None):
+    """Every `group_size` and `frac` whose groups were measured and have mean cosines of `threshold` or more, cheapest first.
+
+    `forwards` is how many a group takes, None where none are skipped.
+    """
     visited, sampled, cost = record["visited"], record["sampled_steps"], StepCost(**record["step_cost"])
-    forwards = record.get("forwards_a_group")
     options = []
     for entry, values in found:
         groups = [range(start, start + steps) for start, steps in entry["groups"]]
@@ -135,7 +138,7 @@ def as_frac(n_routed, n_visited):
     raise AssertionError(f"{n_routed} of {n_visited}")
 
 
-def describe(records, probed, found, options, threshold):
+def describe(records, probed, found, options, forwards, threshold):
     first = probed[0]
     seconds = {name: median(record[f"{name}_seconds"] for record in records) for name in ("rollout", "update")}
     share = sum(record["probe_seconds"] for record in records) / sum(
@@ -155,9 +158,10 @@ def describe(records, probed, found, options, threshold):
             f"{fmean(v):.3f} ± {pstdev(v):.3f} ({min(v):.3f})" if v else "unknown: its gradients were zero" for v in values
         )
         lines.append(f"  W={entry['group_size']:<3} {sizes:<12} {shown}   n={max(map(len, values))}")
+    skipped = f" ({forwards} a group, the others skipped)" if forwards else ""
     lines += [
         "",
-        f"what keeps every group's mean at {threshold:g}: cheapest first, in forwards per sample by the cost model",
+        f"what keeps every group's mean at {threshold:g}: cheapest first, in forwards per sample by the cost model{skipped}",
     ]
     for option in options:
         (update, new_update), (whole, new_whole) = option["update"], option["training_step"]

@@ -175,7 +175,7 @@ def test_qwen_and_what_does_not_fit_is_dropped(command, capsys):
     results = read(command("--model", "qwenimage", "--rounds", "1"))
     assert set(keys(results["rows"])) == FULL_SIZE
     capsys.readouterr()
-    short = read(command("--model", "qwenimage", "--seconds", "0"))
+    short = read(command("--model", "qwenimage", "--seconds", "1e-9"))
     rows = [row["row"] for row in results["rows"]]
     assert [row["row"] for row in short["rows"]] == rows[:2] and short["dropped"] == rows[2:] and short["rounds"] == 1
     assert capsys.readouterr().out.count("dropped, for lack of time") == len(rows) - 2
@@ -228,6 +228,9 @@ def test_it_says_what_is_missing(tmp_path, monkeypatch):
         bench.run(parsed(*out, "--model", "flux"))
     with pytest.raises(JaggError, match="at least"):
         bench.run(parsed(*out, "--layers", "0"))
+    for seconds in ("0", "-1", "nan"):
+        with pytest.raises(JaggError, match="leaves no time"):
+            bench.run(parsed(*out, "--seconds", seconds))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(JaggError, match="no CUDA device"):
         bench.run(parsed(*out, "--device", "cuda"))

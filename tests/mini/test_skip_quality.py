@@ -203,10 +203,11 @@ def test_estimates_are_better_than_the_rollout_s_own_outputs(rows):
 
 
 if __name__ == "__main__":
+    out = Path(sys.argv[1])
     with mini_trainer() as (trainer, transformer):
         measured = [row for eta in ETAS for row in measure(trainer, transformer, eta)]
     command = "PYTHONPATH=.:tests python tests/mini/test_skip_quality.py OUT.json"
     settings = {name: value for name, value in SETTINGS.items() if not isinstance(value, str)}
     settings |= {"learning_rates": LEARNING_RATES, "groups": [len(group) for group in GROUPS]}
     results = {"made_by": made_by(command), "settings": settings, "rows": measured}
-    Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text(json.dumps(results, indent=1) + "\n")

@@ -42,16 +42,12 @@ def test_skipped_forwards_cost_8_units_a_group_with_both_endpoints_first_and_9_w
 def test_the_limits_with_skipped_forwards(n_steps, group_size, frac, expected):
     config = JaggConfig(group_size=group_size, frac=frac, schedule="joint", skip_forwards=True)
     groups = plan_groups(n_steps, config)
-    assert update_cost(n_steps) / update_cost(n_steps, groups, forwards_a_group=forwards_a_group(config)) == expected
+    assert update_cost(n_steps) / update_cost(n_steps, groups, forwards_a_group=ENDPOINTS_FIRST) == expected
 
 
 def test_a_prediction_without_a_settled_schedule_is_the_look_ahead_s():
-    assert [forwards_a_group(JaggConfig(skip_forwards=True, schedule=name)) for name in ("auto", "sequential", "joint")] == [
-        3,
-        3,
-        2,
-    ]
-    assert forwards_a_group(JaggConfig()) is None
+    assert [forwards_a_group(True, name) for name in ("auto", "sequential", "joint")] == [3, 3, 2]
+    assert forwards_a_group(False, "joint") is None
 
 
 def dancegrpo(sampling_steps, checkpointed=1.0, **others):

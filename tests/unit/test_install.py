@@ -219,6 +219,32 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
     assert capsys.readouterr().out == "JAGG: first optimizer step after 12 backward passes through the model instead of 18\n"
 
 
+@pytest.mark.parametrize(
+    ("group_size", "schedule", "cost", "forwards"),
+    [
+        (4, "auto", 25, "3 a group, counted above; 2 in the joint schedule"),
+        (4, "sequential", 25, "3 a group, counted above; 2 in the joint schedule"),
+        (4, "joint", 24, "2 a group (3 where DDP syncs the last one's gradients)"),
+        (3, "auto", 33, "3 a group, counted above; 2 in the joint schedule"),
+        (3, "sequential", 33, None),
+    ],
+)
+def test_banner_says_how_many_forwards_a_group_takes(load, capsys, monkeypatch, group_size, schedule, cost, forwards):
+    """By hand: of nine steps five are a group of 5, or three one of 3; the others cost 4 each, a group a forward and 3 at each end."""
+    monkeypatch.setenv("RANK", "0")
+    module = load()
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(**vars(module.make_args(timestep_fraction=0.6)))
+    config = JaggConfig(group_size=group_size, frac=0.6 if group_size == 4 else 0.4, schedule=schedule, skip_forwards=True)
+    install(vars(module), parser, config)
+    parser.parse_args([])
+    printed = capsys.readouterr().out
+    assert f"update 36 -> {cost} " in printed
+    lines = [line for line in printed.splitlines() if line.startswith("  forwards:")]
+    said = f"  forwards: {forwards}, the others are estimated from the rollout's; its first sample is compared"
+    assert lines == ([said] if forwards else [])
+
+
 def test_banner_only_on_rank_zero(load, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     module = load()

@@ -76,6 +76,16 @@ def test_choices_stop_before_the_first_group_whose_mean_is_below_the_threshold()
     assert choices(cosines(RUN[1:]), RUN[1], threshold=0.995) == []
 
 
+def test_with_skipped_forwards_the_costs_are_those_that_the_run_has_come_to(report, tmp_path):
+    """By hand: 9 steps cost 9 * 4, the group of 5 takes 9 forwards looking ahead and 8 in the joint schedule."""
+    for forwards, update in ((3, 4 * 4 + 9), (2, 4 * 4 + 8)):
+        path = log(tmp_path, *(entry | {"forwards_a_group": 3} for entry in RUN[:-1]), RUN[-1] | {"forwards_a_group": forwards})
+        printed = report(path)
+        assert f"by the cost model ({forwards} a group, the others skipped)\n" in printed
+        assert f" 5            lowest 0.930   update 36 -> {update} " in printed
+    assert "skipped" not in report(log(tmp_path, *RUN))
+
+
 def test_a_group_without_a_cosine_ends_the_choices():
     run = [record(1, {4: [(5, None), (4, 0.99)]})]
     assert choices(cosines(run), run[0], threshold=0.8) == []

@@ -187,13 +187,17 @@ def test_the_gradient_with_other_settings(load_loop, name, settings, changes, sc
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_auto_looks_ahead_until_it_is_joint(load_loop, name):
+def test_auto_looks_ahead_until_it_is_joint(load_loop, name, tmp_path):
     """It is sequential for two optimizer steps, of two micro-batches each, and there is memory enough after that."""
-    full, skipped = run_both(load_loop, name, settings={"schedule": "auto"}, n_epochs=4)
+    log = tmp_path / "run.jsonl"
+    full, skipped = run_both(load_loop, name, settings={"schedule": "auto", "log": log}, n_epochs=4)
     assert_same(skipped.gradients, full.gradients)
     config, n_batches = JaggConfig(frac=1), 4 * BATCHES[name]
     joint = saved(config, STEPS[name], ENDPOINTS_FIRST, n_batches - 4 + 1)
     assert skipped.stats.skipped_forwards == saved(config, STEPS[name], LOOK_AHEAD, 4) + joint
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    expected = {"auto": LOOK_AHEAD, "joint": ENDPOINTS_FIRST}
+    assert [record["forwards_a_group"] for record in records] == [None] * 4 + [expected[r["schedule"]] for r in records[4:]]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -397,6 +401,7 @@ def test_without_the_setting_the_calls_are_as_before(load_loop, name, monkeypatc
 # -- where the rollout's outputs aren't the training forward's: all forwards run, and the gradient is JAGG's
 
 
+AGREES = "what has been compared agrees with the rollout's"
 UNRECORDED = "the update has samples or steps that the rollout hadn't"
 VALUES_DIFFER = r"the rollout's model outputs differ by \d+% from the training forward's before the policy moved .*"
 GUIDED_TRAINING = 'noise = guided(unet, batch["latents"][:, j], batch["timesteps"][:, j])'
@@ -476,7 +481,7 @@ def test_other_outputs_than_the_rollout_s_are_found_out_and_all_forwards_run(loa
     assert torch.equal(skipped.gradients, full.gradients)
     assert torch.equal(skipped.rng, full.rng)
     assert skipped.stats.skipped_forwards == 0 and skipped.forwards == full.forwards
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("JAGG: no forwards are skipped")]
+    said = [line for line in capsys.readouterr().out.splitlines() if "forwards are skipped" in line]
     assert len(said) == 1 and re.fullmatch(PRINTED + why, said[0])
 
 
@@ -521,13 +526,15 @@ def test_a_rollout_that_failed_and_is_begun_again_with_the_same_noise(load_loop)
     assert skipped.stats.skipped_forwards == saved(JaggConfig(frac=1), 15, ENDPOINTS_FIRST, EPOCHS * BATCHES[FLUX])
 
 
-def test_a_window_that_is_too_short_is_said_and_recorded_no_further(load_loop, references, capsys):
-    _, skipped = run_both(load_loop, FLOW, settings={}, n_epochs=3, sde_window_size=2)
+@pytest.mark.parametrize(("n_steps", "schedule"), [(2, "joint"), (2, "auto"), (3, "sequential")])
+def test_a_window_that_is_too_short_is_said_and_recorded_no_further(load_loop, references, n_steps, schedule, capsys):
+    _, skipped = run_both(load_loop, FLOW, settings=dict(schedule=schedule), n_epochs=3, sde_window_size=n_steps)
     assert skipped.stats.skipped_forwards == 0
-    assert len(references) == 2 * 2 * BATCHES[FLOW]  # latents and outputs of the first rollout
+    assert len(references) == 2 * n_steps * BATCHES[FLOW]  # latents and outputs of the first rollout
     printed = capsys.readouterr().out
-    assert printed.count("JAGG: no forwards are skipped: the largest group has 2 steps\n") == 1
-    assert "recorded outputs" not in printed
+    line = f"JAGG: no forwards are skipped: the largest group has {n_steps} steps, the schedule is {schedule}\n"
+    assert printed.count(line) == 1
+    assert "recorded outputs" not in printed and "are skipped from here on" not in printed and "a group" not in printed
 
 
 @pytest.mark.parametrize(
@@ -831,13 +838,16 @@ def test_a_solver_step_that_is_given_its_result_is_no_step_of_the_rollout(load_l
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_log_says_how_many_forwards_each_training_step_has_saved(load_loop, name, schedule, tmp_path):
+def test_the_log_and_a_line_say_how_many_forwards_are_skipped_and_from_when_on(load_loop, name, schedule, tmp_path, capsys):
     log = tmp_path / "run.jsonl"
     skipped = run(load_loop(name), dict(frac=1, schedule=schedule, skip_forwards=True, log=log), n_epochs=3)
     config, n_batches = JaggConfig(frac=1), BATCHES[name]
     first, later = (saved(config, STEPS[name], SCHEDULES[schedule], n) for n in (n_batches, n_batches + 1))
-    found = [json.loads(line)["forward_passes_saved"] for line in log.read_text().splitlines()]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    found = [record["forward_passes_saved"] for record in records]
     assert found == [first, later, later] and sum(found) == skipped.stats.skipped_forwards
+    assert [record["forwards_a_group"] for record in records] == [SCHEDULES[schedule]] * 3
+    assert capsys.readouterr().out.count(f"JAGG: forwards are skipped from here on: {AGREES}\n") == 1
 
 
 def test_a_stand_in_is_the_model_but_for_its_calls():

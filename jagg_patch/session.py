@@ -266,8 +266,7 @@ class Session:
                     )
             self._stopwatch.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
-            largest = max(map(len, self._groups), default=0)
-            self.skipping.update_begins(largest, self.schedule.name, self._routing.is_auto)
+            self.skipping.update_begins(self._groups, self.schedule.name, self._routing.is_auto)
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
             self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
             self._skipped_before = self.stats.skipped_forwards

@@ -78,7 +78,7 @@ class Skipping:
         self.is_on = config.enabled and config.skip_forwards and config.frac != 0 and config.group_size > 2
         self.records = Records(config.offload_records)
         self.is_checked = False  # one sample's grouped steps have run their forwards, to compare
-        self._is_checking = False
+        self._is_checking, self._compared_groups = False, None
         self._say = say
         self._has_stated_memory = self._has_begun = False
         self.is_recording = self._is_paused = False
@@ -110,10 +110,13 @@ class Skipping:
         finally:
             self._is_paused = False
 
-    def update_begins(self, largest_group, schedule, may_change):
-        if self.is_on and largest_group <= least_forwards(schedule) and not may_change:
+    def update_begins(self, groups, schedule, may_change):
+        largest = max(map(len, groups), default=0)
+        if self.is_on and largest <= least_forwards(schedule) and not may_change:
             self.is_on = False
-            self._say(f"JAGG: no forwards are skipped: the largest group has {largest_group} steps, the schedule is {schedule}")
+            self._say(f"JAGG: no forwards are skipped: the largest group has {largest} steps, the schedule is {schedule}")
+        if groups != self._compared_groups:  # what no forward has been compared at may be an intermediate step now
+            self._compared_groups, self.is_checked, self._is_checking = groups, False, False
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"

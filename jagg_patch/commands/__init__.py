@@ -3,6 +3,7 @@
 import os
 import platform
 from datetime import date
+from tempfile import TemporaryFile
 
 import torch
 
@@ -11,10 +12,12 @@ from ..errors import JaggError
 
 
 def make_folder(path):
+    """Make it if it isn't there, and raise `JaggError` if no file can be put into it, before the minutes of measuring."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path).close()
     except OSError as error:
-        raise JaggError(f"the folder can't be made: {error}\ngive --out another one") from None
+        raise JaggError(f"the folder can't be made or written to: {error}\ngive --out another one") from None
 
 
 def made_by(command, **more):

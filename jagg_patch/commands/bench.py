@@ -507,8 +507,8 @@ def run(args):
     sizes = args.rounds, args.layers, args.heads, args.side, args.text
     if min(size for size in (1, *sizes) if size is not None) < 1:
         raise JaggError("the bench needs 1 round, layer, head, image token and text token at least")
-    if args.seconds is not None and not args.seconds > 0:
-        raise JaggError(f"--seconds {args.seconds:g} leaves no time to measure in\ngive more, or leave it away")
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        raise JaggError(f"--seconds {args.seconds:g} is no time to measure in\ngive a number above 0, or leave it away")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise JaggError("torch finds no CUDA device\nrun with --device cpu, or install a torch with CUDA")
     if args.device == "cpu" and name != "small" and not args.layers:

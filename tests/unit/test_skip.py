@@ -499,6 +499,21 @@ def test_a_rollout_that_differs_from_the_second_one_on_is_found_out_at_a_group_s
     assert len(re.findall(PRINTED + VALUES_DIFFER, capsys.readouterr().out)) == 1
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_group_that_auto_routes_later_is_compared_first(load_loop, schedule, tmp_path, capsys):
+    """The rollout is off at one step of the last group, which is routed from the fifth update on."""
+    spoilt = RUN_MODEL, RUN_MODEL.replace("run_model(model, z, timesteps)", "run_model(model, z, timesteps) * (1 + (i == 12))")
+    log = tmp_path / "run.jsonl"
+    settings = dict(frac="auto", probe_every=1, group_size=5, schedule=schedule)
+    full, skipped = (
+        run(load_loop(FLUX, *spoilt), settings | changed, n_epochs=6) for changed in ({}, {"skip_forwards": True, "log": log})
+    )
+    assert [len(json.loads(line)["groups"]) for line in log.read_text().splitlines()] == [2] * 4 + [3] * 2
+    assert skipped.stats.skipped_forwards > 0
+    assert_same(skipped.gradients, full.gradients)
+    assert re.search(PRINTED + VALUES_DIFFER, capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_first_sample_that_is_compared_is_one_that_could_skip_before_the_policy_has_moved(load_loop, accumulation):
     """Groups of three can't before the schedule is joint, from the third optimizer step on: too late for the first rollout."""

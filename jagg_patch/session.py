@@ -32,7 +32,7 @@ from .engines import (
 from .errors import JaggError
 from .joint import endpoint_weights, joint_output, linked, weighted_sum
 from .log import Stopwatch
-from .plan import ENDPOINTS_FIRST, Role, alphas, forwards_a_group, step_roles
+from .plan import ENDPOINTS_FIRST, Role, alphas, forwards_a_group, step_roles, whole_groups
 from .probe import Probe
 from .routing import Routing
 from .schedule import Schedule
@@ -100,7 +100,7 @@ class _Group:
         self.syncs = syncs_gradients(model)
         self.link = link_parameter(model)
         self.resume_micro_step = None
-        self.first = None
+        self.first = self.device = None
         self.proxies = []
         self.timesteps = []
         self.weights = None  # of each step at the two endpoints, known before an endpoint's backward
@@ -109,6 +109,7 @@ class _Group:
         self.first_folded = self.first_done = False
         self.folded = False
         self.forwards = None  # how many are run if the intermediate ones are skipped, if they may be
+        self.compares = False  # all of them with the rollout's, and skips none
         self.alphas = None
         self.places = None  # of its steps in the rollout's records, `[W][B]`
         self.stand_in = None  # for the model, in what is skipped
@@ -266,7 +267,8 @@ class Session:
                     )
             self._stopwatch.update_begins()
             self._route(len(self._roles))  # a probe may have changed it since it was planned
-            self.skipping.update_begins(self._groups, self.schedule.name, self._routing.is_auto)
+            groups = whole_groups(len(self._roles), self.config.group_size) if self._routing.is_auto else self._groups
+            self.skipping.update_begins(max(map(len, groups), default=0), self.schedule.name)
             self.probe.begin(self.stats.training_steps + 1, len(self._roles))
             self._passes_before = self.stats.backward_passes, self.stats.backward_passes_unpatched
             self._skipped_before = self.stats.skipped_forwards
@@ -406,11 +408,12 @@ class Session:
                 torch.clear_autocast_cache()
         if role is not Role.EXACT:
             self._require_through_proxy(result, where, role)
-        if role is Role.FIRST and self._group.forwards and self.skipping.is_checked:
+        if role is Role.FIRST and self._group.forwards and not self._group.compares:
             self._look_at_last(step, forward, where)
+        if role is Role.LAST and self._group.compares:
+            self.skipping.was_compared(self._group.positions, self._group.device)
         self._position += 1
         if self._position == len(self._roles):
-            self.skipping.sample_ends()
             self._position = 0
             self._sample += self._batch_size
         if role is Role.EXACT:
@@ -446,7 +449,7 @@ class Session:
 
     def _look_at_last(self, step, forward, where):
         """Run the last endpoint's forward at the first step, so that what lies between can be estimated, if all ranks can."""
-        group, records, device = self._group, self.skipping.records, self._group.first.device
+        group, records, device = self._group, self.skipping.records, self._group.device
         first, last = [places and records.outputs(places) for places in (group.places[0], group.places[-1])]
         self.skipping.compare(None if last is None else first, group.first)
         if not group.stand_in.is_ready:
@@ -532,7 +535,7 @@ class Session:
         group.forwards = self.skipping.forwards_of_group(len(group.positions), is_endpoints_first)
         if group.forwards:
             group.stand_in = StandIn(step.model)
-            self.skipping.will_compare()
+            group.compares = self.skipping.must_compare(group.positions)
             first = self.skipping.records.find(step.latents, step.next_latents, self._sample)
             starts = self._expected(len(step.indices), group.positions[0])
             group.places = []
@@ -607,6 +610,7 @@ class Session:
                 if self.schedule.name != "sequential" and not self._joint_is_possible:
                     self._look_for_reentrant_checkpointing(model_output)
                 group.first = model_output.clone()  # the trainer may change its own in place
+                group.device = model_output.device
                 group.resume_micro_step = hold_micro_step(group.model)
             proxy = model_output.detach().requires_grad_()
             group.proxies.append(proxy)
@@ -622,9 +626,9 @@ class Session:
         if self._role is Role.LAST and group.last is not None:
             return group.last
         if group.changes and self._role is Role.INTERMEDIATE:
-            recorded = self.skipping.records.outputs(group.places[place]).to(group.first.device)
+            recorded = self.skipping.records.outputs(group.places[place]).to(group.device)
             return estimated_output(recorded, group.alphas[place], *group.changes).to(group.first.dtype)
-        if not self.skipping.is_checked:
+        if group.compares:
             places = group.places[place]
             self.skipping.compare(places and self.skipping.records.outputs(places), model_output)
         return model_output

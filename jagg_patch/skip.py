@@ -77,8 +77,7 @@ class Skipping:
     def __init__(self, config, say=lambda line: None):
         self.is_on = config.enabled and config.skip_forwards and config.frac != 0 and config.group_size > 2
         self.records = Records(config.offload_records)
-        self.is_checked = False  # one sample's grouped steps have run their forwards, to compare
-        self._is_checking, self._compared_groups = False, None
+        self._compared = set()  # groups of which one sample has run all forwards, to compare
         self._say = say
         self._has_stated_memory = self._has_begun = False
         self.is_recording = self._is_paused = False
@@ -110,13 +109,11 @@ class Skipping:
         finally:
             self._is_paused = False
 
-    def update_begins(self, groups, schedule, may_change):
-        largest = max(map(len, groups), default=0)
-        if self.is_on and largest <= least_forwards(schedule) and not may_change:
+    def update_begins(self, largest, schedule):
+        """`largest` is the size of the largest group that there is or can be."""
+        if self.is_on and largest <= least_forwards(schedule):
             self.is_on = False
             self._say(f"JAGG: no forwards are skipped: the largest group has {largest} steps, the schedule is {schedule}")
-        if groups != self._compared_groups:  # what no forward has been compared at may be an intermediate step now
-            self._compared_groups, self.is_checked, self._is_checking = groups, False, False
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
@@ -125,12 +122,14 @@ class Skipping:
     def update_ends(self):
         self.records.clear()
 
-    def will_compare(self):
-        """The group that begins would skip forwards, but for the comparison. Its size and place say so, on every rank alike."""
-        self._is_checking |= not self.policy_has_moved
+    def must_compare(self, group):
+        """Whether all forwards of this group, a range of positions, have to be compared before it skips any."""
+        return group not in self._compared
 
-    def sample_ends(self):
-        self.is_checked |= self._is_checking
+    def was_compared(self, group, device):
+        """All its forwards have been. Every rank must say so."""
+        if self.is_agreed(device) and not self.policy_has_moved:  # after which only shapes can be compared
+            self._compared.add(group)
 
     def forwards_of_group(self, n_steps, is_endpoints_first):
         """How many forwards a group of that size takes with skipping; None if that saves none, or it is off."""

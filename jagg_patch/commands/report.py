@@ -28,14 +28,13 @@ def add_arguments(parser):
 def run(args):
     if not 0 <= args.threshold <= 1:
         raise JaggError(f"a cosine of at least {args.threshold:g} can't be asked for\n--threshold takes a number from 0 to 1")
-    records = [record for log in args.logs for record in read(log)]
-    for record in records:
-        for name in SAME:
-            if record[name] != records[0][name]:
-                raise JaggError(
-                    f"the logs are of runs that aren't alike: {name} is {records[0][name]} and {record[name]}\n"
-                    "report on them one at a time"
-                )
+    runs = [read(log) for log in args.logs]
+    records = [record for run in runs for record in run]
+    forwards = [run[-1].get("forwards_a_group") for run in runs]  # which changes with the schedule; logs of 0.4.0 don't have it
+    pairs = [(name, records[0][name], record[name]) for record in records for name in SAME]
+    for name, one, other in pairs + [("forwards_a_group", forwards[0], other) for other in forwards]:
+        if one != other:
+            raise JaggError(f"the logs are of runs that aren't alike: {name} is {one} and {other}\nreport on them one at a time")
     probed = [record for record in records if record["probe"]]
     if not probed:
         raise JaggError(
@@ -44,9 +43,8 @@ def run(args):
         )
     try:
         found = cosines(probed)
-        forwards = records[-1].get("forwards_a_group")
-        options = choices(found, probed[0], args.threshold, forwards)
-        text = describe(records, probed, found, options, forwards, args.threshold)
+        options = choices(found, probed[0], args.threshold, forwards[0])
+        text = describe(records, probed, found, options, forwards[0], args.threshold)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise JaggError(
             f"the log isn't one of JAGG {__version__}: {type(error).__name__} {error}\nreport with the version that wrote it"

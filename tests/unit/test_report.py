@@ -83,6 +83,8 @@ def test_with_skipped_forwards_the_costs_are_those_that_the_run_has_come_to(repo
         printed = report(path)
         assert f"by the cost model ({forwards} a group, the others skipped)\n" in printed
         assert f" 5            lowest 0.930   update 36 -> {update} " in printed
+    other = log(tmp_path, RUN[-1] | {"forwards_a_group": 3}, name="other.jsonl")
+    assert "forwards_a_group is 2 and 3" in report(path, other, fails=True)
     assert "skipped" not in report(log(tmp_path, *RUN))
 
 
@@ -158,7 +160,8 @@ def test_lines_that_a_kill_has_cut_off_are_passed_over(tmp_path, report):
 def test_a_threshold_that_is_no_cosine_and_a_folder_that_cannot_be_made_are_refused(tmp_path, report):
     for threshold in ("nan", "2"):
         assert "--threshold takes" in report(log(tmp_path, *RUN), "--threshold", threshold, fails=True)
-    assert "the folder can't be made" in report(log(tmp_path, *RUN), "--out", log(tmp_path, *RUN) / "report", fails=True)
+    for out in (log(tmp_path, *RUN) / "report", "/proc"):
+        assert "the folder can't be made or written to" in report(log(tmp_path, *RUN), "--out", out, fails=True)
 
 
 def test_groups_of_two_are_no_choice(tmp_path, report):

@@ -193,7 +193,9 @@ def test_auto_looks_ahead_until_it_is_joint(load_loop, name, tmp_path):
     full, skipped = run_both(load_loop, name, settings={"schedule": "auto", "log": log}, n_epochs=4)
     assert_same(skipped.gradients, full.gradients)
     config, n_batches = JaggConfig(frac=1), 4 * BATCHES[name]
-    joint = saved(config, STEPS[name], ENDPOINTS_FIRST, n_batches - 4 + 1)
+    joint = saved(config, STEPS[name], ENDPOINTS_FIRST, n_batches - 4 + 1) - (
+        name == FLUX
+    )  # whose group of three is compared then
     assert skipped.stats.skipped_forwards == saved(config, STEPS[name], LOOK_AHEAD, 4) + joint
     records = [json.loads(line) for line in log.read_text().splitlines()]
     expected = {"auto": LOOK_AHEAD, "joint": ENDPOINTS_FIRST}
@@ -466,7 +468,7 @@ def scaled(unet):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", FALLBACKS)
-def test_other_outputs_than_the_rollout_s_are_found_out_and_all_forwards_run(load_loop, case, schedule, capsys):
+def test_other_outputs_than_the_rollout_s_are_found_out_and_all_forwards_run(load_loop, case, schedule, tmp_path, capsys):
     name, pieces, why = FALLBACKS[case]
 
     def loop():
@@ -477,7 +479,9 @@ def test_other_outputs_than_the_rollout_s_are_found_out_and_all_forwards_run(loa
     settings = dict(frac=1, schedule=schedule)
     full = run(loop(), settings)
     capsys.readouterr()
-    skipped = run(loop(), settings | {"skip_forwards": True})
+    log = tmp_path / "run.jsonl"
+    skipped = run(loop(), settings | {"skip_forwards": True, "log": log})
+    assert {json.loads(line)["forwards_a_group"] for line in log.read_text().splitlines()} == {None}
     assert torch.equal(skipped.gradients, full.gradients)
     assert torch.equal(skipped.rng, full.rng)
     assert skipped.stats.skipped_forwards == 0 and skipped.forwards == full.forwards
@@ -512,6 +516,43 @@ def test_a_group_that_auto_routes_later_is_compared_first(load_loop, schedule, t
     assert skipped.stats.skipped_forwards > 0
     assert_same(skipped.gradients, full.gradients)
     assert re.search(PRINTED + VALUES_DIFFER, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", ["auto", "DDP"])
+def test_a_group_that_could_not_skip_at_first_is_compared_before_it_does(load_loop, monkeypatch, case, capsys):
+    """The last, of three, in which the rollout is off: not before the schedule is joint, or where DDP doesn't sync after it."""
+    monkeypatch.setattr(engines, "DDP", LikeDdp)
+    off = RUN_MODEL, RUN_MODEL.replace("run_model(model, z, timesteps)", "run_model(model, z, timesteps) * (1 + (i == 13))")
+    call = "            new_log_probs = grpo_one_step("
+    syncs = f"            model.require_backward_grad_sync = i % 2 == 1\n{call}" if case == "DDP" else call
+    settings = dict(frac=1, schedule="joint" if case == "DDP" else "auto")
+    full, skipped = (
+        run(load_loop(FLUX, *off, call, syncs), settings | more, LikeDdp(*make_model()) if case == "DDP" else None, n_epochs=4)
+        for more in ({}, {"skip_forwards": True})
+    )
+    assert_same(skipped.gradients, full.gradients)
+    assert skipped.stats.skipped_forwards > 0
+    assert len(re.findall(PRINTED + VALUES_DIFFER, capsys.readouterr().out)) == 1
+
+
+def test_a_group_is_not_compared_after_the_policy_has_moved(load_loop):
+    """An optimizer steps after each sample's second group, so those behind it never skip."""
+    pieces = AFTER, f"{AFTER}            if j == 7: optimizer.step()\n"
+    full, skipped = run_both(load_loop, FLUX, *pieces, settings={"schedule": "joint"}, n_epochs=3, gradient_accumulation_steps=1)
+    assert_same(skipped.gradients, full.gradients)
+    assert skipped.stats.skipped_forwards == 2 * 2 * (3 * BATCHES[FLUX] - 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_off_before_the_first_group_skips_is_all_that_is_said(load_loop, schedule, capsys):
+    """The second sample's first last endpoint, when its forward has been run early."""
+    spoilt = RUN_MODEL.replace("run_model(model, z, timesteps)", "run_model(model, z, timesteps) * (1 + (i == 3) * args.off)")
+    changed = "    shuffled = torch.randperm(len(rewards))", "    shuffled = torch.arange(len(rewards))"
+    off = torch.tensor([[0.0], [1.0], [0.0], [0.0]])
+    skipped = run(load_loop(FLUX, RUN_MODEL, spoilt, *changed), dict(frac=1, schedule=schedule, skip_forwards=True), off=off)
+    assert skipped.stats.skipped_forwards == -1
+    said = [line for line in capsys.readouterr().out.splitlines() if "forwards are skipped" in line]
+    assert len(said) == 1 and re.fullmatch(PRINTED + VALUES_DIFFER, said[0])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

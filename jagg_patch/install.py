@@ -13,7 +13,7 @@ from .banner import banner, describe_probe
 from .config import FLAG_PREFIX, JaggConfig, add_flags
 from .cost import StepCost
 from .errors import JaggError
-from .intercept import require_parameters
+from .intercept import require_contract, require_parameters
 from .log import Log
 from .session import Session, Stats
 from .trainers import find_trainer
@@ -57,6 +57,7 @@ class Handle:
     def _activate(self, config):
         self.config = config
         if config.enabled:
+            require_contract(self._namespace, self._trainer.contract, config.skip_forwards)
             self._trainer.check(self._namespace)
             if (config.log or config.probe_every) and is_first_rank():
                 self._log = Log(config.log)

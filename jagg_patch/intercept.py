@@ -5,9 +5,24 @@ import inspect
 import sys
 import textwrap
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from .contract import differences
 from .errors import JaggError
+
+
+def require_contract(namespace, contract, skips_forwards):
+    """Raise `JaggError` unless the source of the trainer in `namespace` keeps `contract`."""
+    try:
+        text = Path(namespace["__file__"]).read_text()
+    except (KeyError, OSError) as error:
+        raise changed(namespace, f"its source can't be read ({error})") from None
+    for difference in differences(text, replace(contract, hook=())):  # which has been run
+        if difference.is_fatal:
+            raise changed(namespace, str(difference))
+        if skips_forwards:
+            raise changed(namespace, str(difference), without="JAGG_SKIP_FORWARDS=0")
 
 
 def require_parameters(namespace, function, parameters, without="JAGG_ENABLED=0"):

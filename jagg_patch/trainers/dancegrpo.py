@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..contract import DANCEGRPO
 from ..cost import StepCost
 from ..errors import JaggError
 from ..intercept import call_lines, require_module, require_parameters
@@ -16,41 +17,29 @@ from . import wrap
 
 @dataclass(frozen=True)
 class DanceGrpoTrainer:
-    """The names of a trainer of the shared shape, with the parameters that the wrappers rely on.
+    """The names of a trainer of the shared shape; what the wrappers rely on is its `contract`.
 
     `train_one_step` runs one training step, `sample_reference_model` the rollout, `run_sample_step` a batch of it,
-    `grpo_one_step` one training forward, `flux_step` the solver step inside it; `permutation` is the variable in
-    `train_one_step` that orders the timesteps.
+    `grpo_one_step` one training forward, `flux_step` the solver step inside it.
     """
 
     name: str
-    permutation: str = "perms"
     backward_cost: float = 2.0  # in forwards: the gradients of the activations and of the weights
     always_checkpoints: bool = False  # its --gradient_checkpointing is read by nobody
     best_of_n: bool = False  # it trains --bestofn of each --num_generations samples
 
     in_main = False
-    parameters = {
-        "train_one_step": ("args",),
-        "sample_reference_model": ("args",),
-        "grpo_one_step": ("transformer", "timesteps", "i", "sigma_schedule"),
-        "flux_step": ("model_output",),
-    }
-    skipping_parameters = {
-        "run_sample_step": (),
-        "grpo_one_step": ("latents", "pre_latents"),
-        "flux_step": ("latents", "prev_sample"),
-    }
+    contract = DANCEGRPO
 
     def check(self, namespace):
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
-        for function, parameters in self.parameters.items():
+        for function, parameters in self.contract.parameters.items():
             require_parameters(namespace, function, parameters)
         require_module(namespace, "torch")
         self._permutation_lines(namespace)
 
     def _permutation_lines(self, namespace):
-        return call_lines(namespace["train_one_step"], self.permutation, "randperm")
+        return call_lines(namespace["train_one_step"], self.contract.permutation, "randperm")
 
     def defaults(self, args):
         """Settings whose default isn't JaggConfig's."""
@@ -116,7 +105,7 @@ class DanceGrpoTrainer:
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
         }
         if session.skipping.is_on:
-            for function, parameters in self.skipping_parameters.items():
+            for function, parameters in self.contract.skipping.items():
                 require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
             wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
         return wrapped

@@ -11,6 +11,7 @@ from types import MethodType
 
 import torch
 
+from ..contract import DANCEGRPO_SD
 from ..cost import StepCost
 from ..errors import JaggError
 from ..intercept import call_lines, changed, require_class, require_module, require_parameters
@@ -68,20 +69,20 @@ class _Rollout:
 
 @dataclass(frozen=True)
 class StableDiffusionTrainer:
-    """`main` is the whole trainer; `permutation` is the variable in it that orders the timesteps."""
+    """`main` is the whole trainer."""
 
     name: str
-    permutation: str = "perms"
 
     in_main = True
+    contract = DANCEGRPO_SD
 
     def check(self, namespace):
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
-        require_parameters(namespace, "main", ())
-        require_parameters(namespace, "pipeline_with_logprob", ("self",))
+        for function, parameters in self.contract.parameters.items():
+            require_parameters(namespace, function, parameters)
         require_class(namespace, "Accelerator")
         require_module(namespace, "torch")
-        call_lines(namespace["main"], self.permutation, "randperm")
+        call_lines(namespace["main"], self.contract.permutation, "randperm")
 
     def defaults(self, config):
         """Settings whose default isn't JaggConfig's."""
@@ -103,7 +104,7 @@ class StableDiffusionTrainer:
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
         rollout, undo = _Rollout(), ExitStack()
-        flags, lines = namespace["FLAGS"], call_lines(namespace["main"], self.permutation, "randperm")
+        flags, lines = namespace["FLAGS"], call_lines(namespace["main"], self.contract.permutation, "randperm")
         pipeline_with_logprob = namespace["pipeline_with_logprob"]
 
         @functools.wraps(pipeline_with_logprob)

@@ -4,6 +4,7 @@ import functools
 import inspect
 from dataclasses import dataclass
 
+from ..contract import CONTRACTS
 from ..cost import StepCost
 from ..intercept import require_class, require_parameters
 from ..plan import Steps
@@ -13,8 +14,7 @@ from . import wrap
 
 @dataclass(frozen=True)
 class FlowGrpoTrainer:
-    """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step,
-    `rollout` the function that samples a batch.
+    """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step.
 
     `trains_window` says that it trains the SDE window where one is set, else all steps but the last, and not
     `timestep_fraction` of them. `is_accelerate` says who starts the process group: accelerate, or the trainer itself
@@ -22,27 +22,22 @@ class FlowGrpoTrainer:
     """
 
     name: str
-    rollout: str = "pipeline_with_logprob"
     trains_window: bool = False
     checkpoints: bool | str = False  # or the name of the setting that says so
     is_accelerate: bool = True
 
     in_main = True
-    parameters = {
-        "main": (),
-        "compute_log_prob": ("transformer", "sample", "j"),
-        "sde_step_with_logprob": ("model_output",),
-    }
+
+    @property
+    def contract(self):
+        return CONTRACTS[self.name]
 
     def check(self, namespace):
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
-        for function, parameters in self.parameters.items():
+        for function, parameters in self.contract.parameters.items():
             require_parameters(namespace, function, parameters)
-        require_parameters(namespace, self.rollout, ())
         if self.is_accelerate:
             require_class(namespace, "Accelerator")
-        else:
-            require_parameters(namespace, "init_distributed", ())
 
     def _window(self, config):
         return max(getattr(config.sample, "sde_window_size", 0), 0) if self.trains_window else 0
@@ -75,7 +70,7 @@ class FlowGrpoTrainer:
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
-        flags = namespace["FLAGS"]
+        flags, rollout = namespace["FLAGS"], self.contract.rollout
 
         def plan():
             steps = self.steps(flags.config)
@@ -91,10 +86,10 @@ class FlowGrpoTrainer:
 
         around_rollout = [session.rollout]
         if session.skipping.is_on:
-            pipeline = inspect.unwrap(namespace[self.rollout]).__globals__  # the rollout's solver step is that of its own module
+            pipeline = inspect.unwrap(namespace[rollout]).__globals__  # the rollout's solver step is that of its own module
             for where in (namespace, pipeline):
-                parameters = ("model_output", "sample", "prev_sample")
-                require_parameters(where, "sde_step_with_logprob", parameters, without="JAGG_SKIP_FORWARDS=0")
+                for function, parameters in self.contract.skipping.items():
+                    require_parameters(where, function, parameters, without="JAGG_SKIP_FORWARDS=0")
             recorded = wrap.solver_step(pipeline["sde_step_with_logprob"], session, "sample")
             around_rollout.append(functools.partial(wrap.replaced, pipeline, "sde_step_with_logprob", recorded))
 
@@ -103,7 +98,7 @@ class FlowGrpoTrainer:
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
-            self.rollout: wrap.within(namespace[self.rollout], *around_rollout),
+            rollout: wrap.within(namespace[rollout], *around_rollout),
             "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
             "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session, "sample"),
         }
@@ -123,7 +118,7 @@ TRAINERS = {
         FlowGrpoTrainer("train_flux"),
         FlowGrpoTrainer("train_flux_fast", trains_window=True),
         FlowGrpoTrainer("train_flux_kontext"),
-        FlowGrpoTrainer("train_wan2_1", rollout="wan_pipeline_with_logprob", checkpoints=True),
+        FlowGrpoTrainer("train_wan2_1", checkpoints=True),
         FlowGrpoTrainer("train_qwenimage", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
         FlowGrpoTrainer("train_qwenimage_edit", trains_window=True, checkpoints="activation_checkpointing", is_accelerate=False),
     )

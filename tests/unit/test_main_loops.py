@@ -146,6 +146,7 @@ def test_a_gradient_sync_inside_a_sample_is_refused_at_start(load_either, monkey
     ],
 )
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.usefixtures("without_contract")
 def test_a_loop_that_would_lose_a_gradient_is_stopped(load_either, new, match, schedule):
     indent = {"train_sd3_fast": 20, "train_grpo_sd": 24}[load_either.args[0]]
     module = load_either("accelerator.backward(loss)", new.replace("INDENT", " " * indent))
@@ -275,6 +276,7 @@ def test_a_returned_tensor_that_has_a_graph_at_later_steps_only_is_stopped(load_
     stops(module, "visited step 4 .* returned a tensor with a graph")
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_run_that_ends_inside_a_sample_is_stopped(load_flow):
     module = load_flow("accelerator.backward(loss)", "accelerator.backward(loss)\n                    if j == 7: break")
     install(vars(module), config=JaggConfig())
@@ -295,6 +297,7 @@ def test_flow_steps(name, window, fraction, steps):
     assert TRAINERS[name].steps(SimpleNamespace(sample=sample, train=train)) == steps
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_trainer_without_accelerate_compares_ranks_once_its_process_group_is_there(load_flow, monkeypatch):
     start = (
         "def init_distributed():\n    FLAGS.started = True\n\n\ndef main(_):\n    init_distributed()\n    init_distributed()\n"
@@ -422,6 +425,7 @@ def test_sd_pass_that_draws_and_does_not_train_is_stopped(load_sd):
     stops(module, "orders more samples than the 4 of its rollout", n_inner=2)
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_sd_last_sample_cut_short_is_stopped_at_the_next_rollout(load_sd):
     module = load_sd(
         "accelerator.backward(loss)", "accelerator.backward(loss)\n                        if start and j == 7: break"
@@ -430,6 +434,7 @@ def test_sd_last_sample_cut_short_is_stopped_at_the_next_rollout(load_sd):
     stops(module, "a new rollout ended after 8 of the 9 steps", n_epochs=2)
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_sd_forward_that_is_no_visited_step_is_stopped(load_sd):
     call = "config.visited.append("
     module = load_sd(call, "unet(torch.ones(1, 2), torch.ones(1), torch.ones(1, 1))\n" + " " * 24 + call)

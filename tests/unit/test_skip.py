@@ -535,6 +535,7 @@ def test_a_group_that_could_not_skip_at_first_is_compared_before_it_does(load_lo
     assert len(re.findall(PRINTED + VALUES_DIFFER, capsys.readouterr().out)) == 1
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_group_is_not_compared_after_the_policy_has_moved(load_loop):
     """An optimizer steps after each sample's second group, so those behind it never skip."""
     pieces = AFTER, f"{AFTER}            if j == 7: optimizer.step()\n"
@@ -659,6 +660,7 @@ OTHER_SAMPLE = "sample 1, visited step {} .* the sample isn't the one that the g
     ],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.usefixtures("without_contract")
 def test_a_loop_that_does_not_fit_is_stopped(load_loop, pieces, match, schedule):
     module = load_loop(FLUX, *IN_SAMPLE, *pieces)
     with pytest.raises(JaggError, match=match) as error:
@@ -739,6 +741,7 @@ def test_an_exception_inside_the_early_forward_ends_the_training_step_and_the_ne
     assert handle.stats.skipped_forwards == 2 * saved(JaggConfig(frac=1), 15, SCHEDULES[schedule], 5)
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_an_early_forward_that_fails_and_is_passed_over_is_stopped(load_loop):
     call, solve = "            new_log_probs = grpo_one_step(", f"    if args.sample and i == 3: raise MemoryError\n{SOLVE}"
     passed_over = (

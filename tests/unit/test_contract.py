@@ -1,0 +1,354 @@
+"""The contract on changed trainers: the verdict on their text, and what a run does whose text is let through."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_install import make_model, run
+
+from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.contract import CONTRACTS, DANCEGRPO, differences, fingerprints
+from jagg_patch.trainers import TRAINERS
+
+FLUX = "train_grpo_flux"
+LOOP = Path(__file__).parent / "loop"
+DEF = "def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i, sigma_schedule):"
+CALL = "            new_log_probs = grpo_one_step(\n"
+ARGUMENTS = """                args,
+                latents[i : i + 1, step],
+                latents[i : i + 1, step + 1],
+                model,
+                timesteps[step : step + 1],
+                step,
+                sigmas,
+"""
+BACKWARD = "            loss.backward()\n"
+LOOPS = "    for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"
+ROLLOUT = "    rewards, latents, log_probs, sigmas = sample_reference_model(args, model)\n"
+SOLVE = "    return flux_step(velocity, latents,"
+STEP = "        if (i + 1) % args.gradient_accumulation_steps == 0:\n            optimizer.step()\n"
+
+# The gradient stays what it was.
+HARMLESS = {
+    "comments and formatting": [DEF, DEF.replace("(args,", "(  # of one sample\n    args,"), BACKWARD, f"\n{BACKWARD}"],
+    "a parameter renamed that nothing reads": [
+        "def run_sample_step(args, z, sigmas, model):",
+        "def run_sample_step(args, z, sigmas, model, unused=None):",
+    ],
+    "a parameter added, with a default": [DEF, DEF.replace("schedule)", "schedule, scale=1.0)")],
+    "a parameter added, and given": [DEF, DEF.replace("(args,", "(scale, args,"), CALL, f"{CALL}                1.0,\n"],
+    "parameters reordered": [
+        DEF,
+        DEF.replace("latents, pre_latents, transformer, timesteps", "timesteps, transformer, latents, pre_latents"),
+        ARGUMENTS,
+        """                args,
+                timesteps[step : step + 1],
+                model,
+                latents[i : i + 1, step],
+                latents[i : i + 1, step + 1],
+                step,
+                sigmas,
+""",
+    ],
+    "given by name": [
+        ARGUMENTS,
+        """                args,
+                transformer=model,
+                timesteps=timesteps[step : step + 1],
+                latents=latents[i : i + 1, step],
+                pre_latents=latents[i : i + 1, step + 1],
+                sigma_schedule=sigmas,
+                i=step,
+""",
+    ],
+    "a reference forward without gradients": [
+        CALL,
+        f"            with torch.no_grad(): grpo_one_step(\n{ARGUMENTS}            )\n{CALL}",
+    ],
+    "one branch or the other": [
+        f"{CALL}{ARGUMENTS}            )\n",
+        "            if j % 2:\n"
+        f"    {CALL}{ARGUMENTS}                )\n            else:\n    {CALL}{ARGUMENTS}                )\n",
+    ],
+    "backward with arguments": [BACKWARD, BACKWARD.replace("()", "(retain_graph=False)")],
+    "samples enumerated": [LOOPS, LOOPS.replace("for i in range(args.n_samples)", "for i, _ in enumerate(latents)")],
+    "the solver step in another module": [],
+    "the rollout in another function": [
+        ROLLOUT,
+        ROLLOUT.replace("sample_reference_model(args, model)", "sample_reference_model(model=model, args=args)"),
+    ],
+}
+# The words that stop the run before it trains.
+BROKEN = {
+    "a parameter renamed": [
+        [DEF, DEF.replace("timesteps", "t").replace("):", "):\n    timesteps = t")],
+        "grpo_one_step() has no parameter timesteps",
+    ],
+    "the forward renamed": [
+        [DEF, DEF.replace("grpo_one", "policy"), CALL, CALL.replace("grpo_one", "policy")],
+        "there is no function grpo_one_step()",
+    ],
+    "the forward in another module": [[], "grpo_one_step() comes from trainer_parts now"],
+    "the solver step twice": [
+        [SOLVE, f"    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)\n{SOLVE}"],
+        "calls flux_step() in 2 places",
+    ],
+    "another solver step": [
+        [
+            "def flux_step(",
+            "def solve(*args, **kwargs):\n    return flux_step(*args, **kwargs)\n\n\ndef flux_step(",
+            SOLVE,
+            SOLVE.replace("flux_step", "solve"),
+        ],
+        "calls flux_step() in 0 places",
+    ],
+    "the loops swapped": [
+        [LOOPS, "    for j in range(train_timesteps):\n        for i in range(args.n_samples):\n"],
+        "doesn't run over the steps of a sample",
+    ],
+    "the backward after the loop": [
+        ["            loss.backward()\n", "        loss.backward()\n"],
+        "there is no backward() in the loop over steps",
+    ],
+    "the losses added up": [
+        [
+            LOOPS,
+            LOOPS.replace(":\n        for j", ":\n        total = 0\n        for j"),
+            BACKWARD,
+            "            total = total + loss\n        total.backward()\n",
+        ],
+        "there is no backward() in the loop over steps",
+    ],
+    "the losses of two steps added up": [
+        [BACKWARD, "            total = loss if j % 2 == 0 else total + loss\n            if j % 2: total.backward()\n"],
+        "backward() is conditional",
+    ],
+    "the backward in a function": [
+        [BACKWARD, "            def run_backward(): loss.backward()\n            run_backward()\n"],
+        "there is no backward() in the loop over steps",
+    ],
+    "the backward of the step before": [
+        [BACKWARD, "", CALL, f"            if j:\n                loss.backward()\n{CALL}"],
+        "backward() comes before the forward",
+    ],
+    "two backward passes": [
+        [BACKWARD, BACKWARD.replace("()", "(retain_graph=True)") + BACKWARD],
+        "there are 2 calls of backward()",
+    ],
+    "a second loss outside": [
+        [STEP, f"        torch.nn.functional.mse_loss(model(torch.ones(1, 3)), torch.ones(1, 2)).backward()\n{STEP}"],
+        "backward() outside the loop over steps",
+    ],
+    "steps left out": [[CALL, f"            if j == 3: continue\n{CALL}"], "may leave steps out"],
+    "the optimizer in the loop": [
+        [BACKWARD, f"{BACKWARD}            optimizer.step()\n"],
+        "optimizer.step() in the loop over steps",
+    ],
+    "a second pass over the samples": [
+        [LOOPS, "    for _ in range(2):\n      for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"],
+        "3 loops run between perms and the forward, not 2",
+    ],
+    "a second loop of its own": [
+        [
+            STEP,
+            f"{STEP}{LOOPS}            step = perms[i][j]\n"
+            f"            grpo_one_step(\n{ARGUMENTS}            ).mean().backward()\n",
+        ],
+        "calls grpo_one_step() in 2 places",
+    ],
+    "a while loop": [
+        [LOOPS, LOOPS.replace("for j in range(train_timesteps):", "j = -1\n        while (j := j + 1) < train_timesteps:")],
+        "isn't called in a for loop",
+    ],
+    "arguments in another order than the parameters": [
+        [DEF, DEF.replace("transformer, timesteps", "timesteps, transformer")],
+        "doesn't run over the steps of a sample",
+    ],
+    "the permutation gone": [
+        ["            torch.randperm(n)\n", "            torch.arange(n)\n"],
+        "has 0 statements `perms = … randperm()`",
+    ],
+    "the rollout twice": [[ROLLOUT, ROLLOUT * 2], "calls sample_reference_model() in 2 places"],
+    "a generator": [["    return visited", "    yield visited"], "train_one_step() has become a generator"],
+}
+# What the text doesn't show: the words that stop the run while it trains, before an optimizer step.
+STOPPED = {
+    "a sample visited again": [
+        [LOOPS, LOOPS.replace("range(args.n_samples)", "[*range(args.n_samples), 0]")],
+        "expected no further step",
+    ],
+    "every sample visited twice": [[LOOPS, LOOPS.replace("range(args.n_samples)", "[0, 0, 1, 1]")], "the plan expected"],
+    "the steps in another order": [
+        ["    train_timesteps = int(", "    perms = perms.flip(1)\n    train_timesteps = int("],
+        "the plan expected",
+    ],
+    "fewer steps": [["range(train_timesteps):", "range(train_timesteps - 2):"], "the plan expected|steps planned"],
+}
+
+
+def in_another_module(text, name):
+    """The text of the loop, and of a module that has the function `name` of it."""
+    tree = ast.parse(text)
+    (definition,) = (node for node in tree.body if getattr(node, "name", None) == name)
+    lines = text.splitlines(True)
+    moved = lines[definition.lineno - 1 : definition.end_lineno]
+    rest = lines[: definition.lineno - 1] + lines[definition.end_lineno :]
+    return "".join(rest).replace(
+        "import torch\n", f"import torch\nfrom trainer_parts import {name}\n"
+    ), "import torch\n\n\n" + "".join(moved)
+
+
+@pytest.fixture
+def load(load_loop, tmp_path, monkeypatch):
+    """`load(name of the change, its pieces)` is the changed trainer as a module."""
+
+    def load_changed(change, pieces):
+        if "in another module" not in change:
+            return load_loop(FLUX, *pieces)
+        name = "flux_step" if "solver" in change else "grpo_one_step"
+        text, parts = in_another_module((LOOP / f"{FLUX}.py").read_text(), name)
+        (tmp_path / "trainer_parts.py").write_text(parts)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "trainer_parts", raising=False)
+        old = (LOOP / f"{FLUX}.py").read_text()
+        return load_loop(FLUX, old, text)
+
+    return load_changed
+
+
+def verdict(module, contract=replace(DANCEGRPO, hook=())):
+    return [str(one) for one in differences(Path(module.__file__).read_text(), contract) if one.is_fatal]
+
+
+def gradients(module, schedule, **settings):
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule, **settings))
+    return run(module)[1]
+
+
+@pytest.fixture(scope="module", params=["joint", "sequential"])
+def schedule(request):
+    return request.param
+
+
+@pytest.fixture
+def expected(load_loop, schedule):
+    return gradients(load_loop(FLUX), schedule)
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_a_harmless_change_is_let_through_and_trains_the_same(load, expected, schedule, change):
+    module = load(change, HARMLESS[change])
+    assert verdict(module) == []
+    assert torch.equal(gradients(module, schedule), expected)
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_change_that_breaks_the_contract_stops_the_run_before_it_trains(load, change):
+    pieces, words = BROKEN[change]
+    module = load(change, pieces)
+    found = verdict(module)
+    assert any(words in one for one in found)
+    with pytest.raises(JaggError) as error:
+        install(vars(module), config=JaggConfig())
+    first, second = str(error.value).splitlines()
+    assert first == f"{module.__file__}: {found[0]}" and "JAGG_ENABLED=0" in second
+
+
+@pytest.mark.parametrize("change", STOPPED)
+def test_what_the_text_does_not_show_stops_the_run_before_a_wrong_gradient_is_used(load, schedule, change):
+    pieces, words = STOPPED[change]
+    module = load(change, pieces)
+    assert verdict(module) == []
+    with pytest.raises(JaggError, match=words):
+        gradients(module, schedule)
+
+
+def test_what_skipped_forwards_need_is_asked_for_where_they_are_skipped(load_loop, schedule, expected):
+    module = load_loop(
+        FLUX, DEF, DEF.replace("pre_latents", "after"), "sigma_schedule, i, pre_latents,", "sigma_schedule, i, after,"
+    )
+    assert verdict(module) == []
+    with pytest.raises(JaggError, match="no parameter pre_latents .* where forwards are skipped .*\n.* JAGG_SKIP_FORWARDS=0"):
+        gradients(module, schedule, skip_forwards=True)
+    assert torch.equal(gradients(module, schedule), expected)
+
+
+def test_line_ends_and_tabs_are_no_difference():
+    text = (LOOP / f"{FLUX}.py").read_text()
+    expected = fingerprints(text, DANCEGRPO)
+    for changed in (text.replace("\n", "\r\n"), re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), text, flags=re.M)):
+        assert differences(changed, replace(DANCEGRPO, hook=())) == []
+        assert fingerprints(changed, DANCEGRPO) == expected
+    (only,) = differences(text.replace("def flux_step(", "def flux step("), DANCEGRPO)
+    assert str(only).startswith("line 13: ") and "Python can't read the file" in str(only)
+
+
+GUARD = 'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n    args = parser.parse_args()\n    main(args)\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", None),
+        ("args = parser.parse_args()", "args, rest = parser.parse_known_args()", None),
+        ("    args = parser.parse_args()\n    main(args)", "    main(parser.parse_args())", None),
+        ("parser.parse_args()", "parse()", 0),
+        ("    args = parser", "    parser.parse_args()\n    args = parser", 2),
+        ('if __name__ == "__main__":', "if True:", 0),
+    ],
+)
+def test_the_hook_needs_one_place(old, new, found):
+    text = (LOOP / f"{FLUX}.py").read_text() + "\n\n" + GUARD.replace(old, new)
+    expected = [] if found is None else [f"{found} statements under `if __name__ …` call"]
+    assert [str(one)[: len(expected[0])] for one in differences(text, DANCEGRPO)] == expected
+
+
+def test_a_fingerprint_is_of_the_code_alone():
+    text = (LOOP / f"{FLUX}.py").read_text()
+    before = fingerprints(text, DANCEGRPO)
+    assert set(before) == {"train_one_step", "sample_reference_model", "grpo_one_step", "flux_step", "run_sample_step", "hook"}
+    same = text.replace(DEF, DEF + '\n    """Says what it does."""  # and so on').replace(
+        "visited = []", "visited = list( )".replace("list( )", "[ ]")
+    )
+    assert fingerprints(same, DANCEGRPO) == before
+    other = text.replace("/ (2 * eta**2)", "/ (3 * eta**2)")
+    assert {name for name, now in fingerprints(other, DANCEGRPO).items() if now != before[name]} == {"flux_step"}
+
+
+def test_a_function_that_is_imported_is_looked_at_where_it_is(tmp_path):
+    text, parts = in_another_module((LOOP / f"{FLUX}.py").read_text(), "flux_step")
+    contract, modules = replace(DANCEGRPO, hook=()), {"trainer_parts": parts}
+    assert differences(text, contract, modules.get) == []
+    assert (
+        fingerprints(text, contract, modules.get)["flux_step"]
+        == fingerprints((LOOP / f"{FLUX}.py").read_text(), contract)["flux_step"]
+    )
+    modules["trainer_parts"] = parts.replace("model_output", "output")
+    (only,) = (one for one in differences(text, contract, modules.get) if one.is_fatal)
+    assert only.what == "flux_step() has no parameter model_output any more"
+    assert differences(text, contract) == []  # not found: install looks at it
+
+
+def test_every_adapter_has_its_contract():
+    assert set(CONTRACTS) == set(TRAINERS)
+    assert all(TRAINERS[name].contract == contract for name, contract in CONTRACTS.items())
+
+
+def test_the_contract_needs_the_standard_library_alone():
+    """apply.sh checks it with any Python, so nothing may be imported with it."""
+    script = "import sys; before = set(sys.modules); import contract; print(*sorted(set(sys.modules) - before))"
+    path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "jagg_patch")}
+    done = subprocess.run([sys.executable, "-S", "-c", script], env=os.environ | path, capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()} - {"contract"} <= sys.stdlib_module_names
+
+
+def test_the_model_of_the_tests_has_gradients_that_differ_by_step(load_loop):
+    """Else an order that is wrong wouldn't show."""
+    found = [run(load_loop(FLUX), make_model(), timestep_fraction=k / 15)[1] for k in (14, 15)]
+    assert not torch.allclose(*found)

@@ -8,6 +8,7 @@ unset CDPATH "${left_by_git[@]}"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 hook='jagg_patch.install(globals()'
 declare -A state=() # of a trainer, as state_of says it
+declare -A verdict=() differs=() # of a trainer, what examine finds
 
 usage() {
   cat <<EOF
@@ -20,6 +21,8 @@ is named in either way but absent, and upstream/DanceGRPO if nothing is named an
   (no action)       apply the patches and put the module beside the trainers; applying again updates both
   --check           say what applying would do to each trainer; change nothing
   --status          say what is applied, and whether the module is this version
+  --refresh         make patches, lock and pin anew from what DIR has committed, and show what changes (patches/README.md)
+  --export          make the patches anew from the hooks as you have edited them in DIR
   --reverse         take everything out again
   --demo [OUT]      train a tiny model with JAGG off and on, and compare; files go to OUT (default demo-output)
   --help            this text
@@ -56,7 +59,7 @@ trainers_of() { sed -n '/^#/d; s/\.patch$//p' "${@/%//series}"; } # folders with
 
 all_trainers() { trainers_of "$patches"; }
 
-every_trainer() { trainers_of "$here"/patches/*; } # of every upstream
+every_trainer() { trainers_of "$here"/patches/*/; } # of every upstream
 
 named() { all_trainers | grep -xF "$(printf '%s\n' "${only[@]}")"; } # by --only, in series order
 
@@ -74,6 +77,22 @@ selected() { # the named ones if there is --only, else those that the checkout h
 target_of() { echo "${module%/*}/$1.py"; }
 
 context_of() { sed -n '/^@@/,$s/^ //p' "$patches/$1.patch"; } # the line before which the hook goes
+
+# A command of the module, with any Python: not through the package, which imports torch.
+in_python() { # module, arguments
+  "$python" -B -c 'import importlib, sys, types
+package = types.ModuleType("jagg_patch")
+package.__path__ = [sys.argv[1]]
+sys.modules["jagg_patch"] = package
+importlib.import_module("jagg_patch.commands." + sys.argv[2]).main(*sys.argv[3:])' "$here/jagg_patch" "$@"
+}
+
+find_python() {
+  for python in python3 python; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then return; fi
+  done
+  return 1
+}
 
 has_file() { [ -e "$dir/$(target_of "$1")" ] || [ -L "$dir/$(target_of "$1")" ]; }
 
@@ -122,7 +141,7 @@ state_of() {
   elif [ -n "$(tail -c 1 "$dir/$file")" ] && [ "$(tail -n 1 "$dir/$file")" = "$(context_of "$1")" ]; then
     echo "its last line lacks the newline; add it"
   else
-    echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; restore it or see 'Moving to a new upstream' in the README"
+    echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; ./apply.sh --refresh finds its place (patches/README.md)"
   fi
 }
 
@@ -131,6 +150,24 @@ look() { # into trainers, and for each into state
   mapfile -t trainers < <(selected)
   state=()
   for name in "${trainers[@]}"; do state[$name]=$(state_of "$name"); done
+}
+
+examine() { # the contracts of the trainers that are there: into verdict, and into differs a line for each thing to say
+  local name text said files=()
+  verdict=() differs=()
+  for name in "${trainers[@]}"; do
+    if [ -f "$dir/$(target_of "$name")" ]; then files+=("$(target_of "$name")"); fi
+  done
+  if [ ${#files[@]} -eq 0 ]; then return; fi
+  if ! find_python; then
+    echo "apply.sh: there is no Python from 3.10 on to check the contracts with; they are checked when training starts" >&2
+    return
+  fi
+  said=$(in_python doctor "$dir" "$upstream" "${files[@]}") || die 1 "$dir: its contracts can't be checked (the reason stands above)"
+  while IFS=$'\t' read -r name is text; do
+    verdict[$name]=$is
+    differs[$name]+=${differs[$name]:+$'\n'}$text
+  done <<<"$said"
 }
 
 in_state() {
@@ -151,12 +188,17 @@ report() { # a line a trainer, with $1 for those that aren't patched yet; return
     esac
     printf '  %-40s %s\n' "$(target_of "$name")" "$said"
   done
+  list_absent
+  return $status
+}
+
+list_absent() {
+  local name
   for name in $(all_trainers); do
     if [ ${#only[@]} -eq 0 ] && ! has_file "$name"; then
       printf '  %-40s %s\n' "$(target_of "$name")" "not in this checkout"
     fi
   done
-  return $status
 }
 
 # -- the module beside the trainers
@@ -340,9 +382,31 @@ committed() { git -C "$dir" show "HEAD:./$(target_of "$1")" 2>/dev/null | grep -
 
 # -- the actions
 
+check_row() { # of the table: a trainer, its patch, its contract, what there is to say; returns 1 if it can't be, or would train wrong
+  local patch=${state[$1]} contract=${verdict[$1]:-unknown} says=${differs[$1]:-} line first=yes status=0
+  case $patch in
+    applied | ready) ;;
+    *) says=$patch${says:+$'\n'$says} patch=refused status=1 ;;
+  esac
+  if [ "$contract" = broken ]; then status=1; fi
+  while IFS= read -r line; do
+    if [ -n "$first" ]; then
+      printf '  %-40s %-8s %-9s %s\n' "$(target_of "$1")" "$patch" "$contract" "$line"
+    else
+      printf '  %-40s %-8s %-9s %s\n' '' '' '' "$line"
+    fi
+    first=
+  done <<<"$says" | sed 's/ *$//'
+  return $status
+}
+
 do_check() {
-  local file reason
-  report "supported, ready to apply" || die 1 "a trainer can't be patched"
+  local name file reason status=0
+  examine
+  printf '  %-40s %-8s %-9s %s\n' trainer patch contract "what differs, and what it means"
+  for name in "${trainers[@]}"; do check_row "$name" || status=1; done
+  list_absent
+  [ $status -eq 0 ] || die 1 "$dir: a trainer can't be patched, or would train wrong" "to leave it out, name the others with --only"
   require_room_for_module
   require_no_other_module
   printf '  %-40s %s\n' "$module" "$(module_state)"
@@ -354,6 +418,10 @@ do_check() {
 may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, of which `loose` are patched, but not in a commit
   local name
   loose=()
+  examine
+  for name in "${trainers[@]}"; do
+    if [ "${verdict[$name]:-}" = broken ]; then state[$name]="the contract is broken: ${differs[$name]//$'\n'/; }"; fi
+  done
   if ! report "" >/dev/null; then
     report "not applied" >&2 || true
     die 1 "$dir: refused; nothing was changed" "to leave a trainer out, name the others with --only"
@@ -442,6 +510,15 @@ do_reverse() {
   done
 }
 
+do_refresh() { # or export
+  local name files=()
+  find_python || die 1 "--$action needs Python 3.10 or later"
+  for name in $(selected); do files+=("$(target_of "$name")"); done
+  in_python refresh "$action" "$dir" "$upstream" "${files[@]}"
+}
+
+do_export() { do_refresh; }
+
 do_status() {
   report "not applied" || true
   printf '  %-40s %s\n' "$module" "$(module_state)"
@@ -469,7 +546,7 @@ check_out() { # a clone, a commit, which may be on no branch
 action=apply commit='' only=() rest=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --check | --status | --reverse | --demo)
+    --check | --status | --reverse | --demo | --refresh | --export)
       [ "$action" = apply ] || [ "$action" = "${1#--}" ] || bad_usage "$1 and --$action exclude each other"
       action=${1#--}
       ;;
@@ -534,7 +611,7 @@ enter() { # the checkout dir
   look
 }
 
-in_each() { # a function that changes nothing, in every checkout; exit if it refuses one
+in_each() { # a function that changes no checkout, in every one; exit if it refuses one
   local status=0
   for dir in "${dirs[@]}"; do
     if [ ${#dirs[@]} -gt 1 ]; then echo "$dir:"; fi
@@ -553,7 +630,7 @@ in_each() { # a function that changes nothing, in every checkout; exit if it ref
 dirs=("${rest[@]}")
 if [ ${#dirs[@]} -eq 0 ]; then default_dirs; fi
 case $action in
-  check | status) in_each "do_$action" ;;
+  check | status | refresh | export) in_each "do_$action" ;;
   *)
     for dir in "${dirs[@]}"; do
       if [ "$action" = apply ] && [ ! -e "$dir" ]; then clone_if_default; fi

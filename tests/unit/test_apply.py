@@ -37,10 +37,68 @@ HOOKS = {
     for context, patch in ((PARSE, "dancegrpo/train_grpo_flux.patch"), (RUN, "flow_grpo/train_sd3.patch"))
 }
 GUARD = 'if __name__ == "__main__":\n'
+# What the contracts ask for; nothing of it runs.
+PARSING_LOOP = '''
+def flux_step(model_output, latents, prev_sample):
+    return model_output
+
+
+def run_sample_step():
+    return [{}]
+
+
+def sample_reference_model(args):
+    return run_sample_step()
+
+
+def grpo_one_step(latents, pre_latents, transformer, timesteps, i, sigma_schedule):
+    return flux_step(transformer(latents), latents, pre_latents)
+
+
+def train_one_step(args):
+    samples = sample_reference_model(args)
+    perms = torch.stack([torch.randperm(9) for _ in samples])
+    for n, x in enumerate(samples):
+        for j in range(9):
+            loss = grpo_one_step(x["latents"][:, j], x["next"][:, j], args.model, x["timesteps"][:, j], perms[n][j], x["sigmas"])
+            loss.backward()
+        optimizer.step()
+'''
+RUN_LOOP = '''
+def sde_step_with_logprob(model_output, sample, prev_sample):
+    return model_output
+
+
+def pipeline_with_logprob(self):
+    return [{}]
+
+
+def wan_pipeline_with_logprob():
+    return [{}]
+
+
+def init_distributed():
+    return 0
+
+
+def compute_log_prob(transformer, sample, j):
+    return sde_step_with_logprob(transformer(sample), sample, sample)
+'''
+LOOP_IN_MAIN = '''\
+    if not argv:
+        samples = wan_pipeline_with_logprob() + pipeline_with_logprob(None)
+        perms = torch.stack([torch.randperm(9) for _ in samples])
+        for sample in samples:
+            for j in range(9):
+                loss = compute_log_prob(model, sample, j) + unet(sample["latents"][:, j], sample["timesteps"][:, j])
+                accelerator.backward(loss)
+                optimizer.step()
+'''
 PARSING_SOURCE = f'''\
 """Stand-in for a trainer with a parser: prints its arguments."""
 import argparse
 
+{PARSING_LOOP}
 
 def main(args):
     print({{f"--{{name}}": value for name, value in vars(args).items()}})
@@ -63,10 +121,11 @@ class app:
     def run(main, default=3):
         main(sys.argv)
 
+{RUN_LOOP}
 
 def main(argv):
     print(dict(zip(argv[1::2], argv[2::2])))
-
+{LOOP_IN_MAIN}
 
 {GUARD}{RUN}'''
 # In place of jagg_patch where a hooked trainer is run: no torch needed.
@@ -152,7 +211,7 @@ def full_checkout(tmp_path, upstream):
 def copy_patch_set(directory):
     """What apply.sh needs, to change at will. Not the checkouts in upstream/."""
     (directory / "upstream").mkdir(parents=True)
-    for name in ("apply.sh", "upstream/pins.ini"):
+    for name in ("apply.sh", "upstream/pins.ini", "upstream/dancegrpo.lock", "upstream/flow_grpo.lock"):
         shutil.copy(ROOT / name, directory / name)
     for name in ("patches", "jagg_patch"):
         shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -264,7 +323,7 @@ def edit(path, old, new):
 def test_checkout_round_trip(full_checkout, upstream):
     checkout, files = full_checkout, ALL_FILES[upstream]
     before = snapshot(checkout)
-    for action, says in (("--check", "supported, ready to apply"), ("--status", "not applied")):
+    for action, says in (("--check", "ready +holds +changed since .*"), ("--status", "not applied")):
         assert re.findall(rf"(\S+) +{says}$", run_apply(action, checkout), re.M) == files
         assert snapshot(checkout) == before
 
@@ -273,7 +332,7 @@ def test_checkout_round_trip(full_checkout, upstream):
     assert git(checkout, "status", "--porcelain").split() == [word for file in sorted(files) for word in ("M", file)]
     applied = snapshot(checkout)
     for action in ([], ["--check"], ["--status"]):
-        assert re.findall(r"(\S+) +applied$", run_apply(*action, checkout), re.M) == files
+        assert re.findall(r"(\S+) +applied(?: +holds .*)?$", run_apply(*action, checkout), re.M) == files
         assert snapshot(checkout) == applied
 
     assert f"taken out of {len(files)} trainer(s)" in run_apply("--reverse", checkout)
@@ -1018,7 +1077,7 @@ def both(patch_set):
 
 def test_both_default_checkouts(patch_set, both):
     before = [snapshot(checkout) for checkout in both]
-    for action, says in (("--check", "ready to apply"), ("--status", "not applied")):
+    for action, says in (("--check", "ready    holds"), ("--status", "not applied")):
         printed = run_apply(action, patch_set=patch_set)
         assert [line for line in printed.splitlines() if not line.startswith(" ")] == [f"{checkout}:" for checkout in both]
         assert printed.count(says) == 6
@@ -1065,7 +1124,7 @@ def test_a_refusal_in_one_leaves_the_other(patch_set, both, args, index):
 
 def test_looking_goes_on_after_a_refusal(patch_set, both):
     change_line(0)(both[0], FILES)
-    assert run_apply("--check", patch_set=patch_set, status=1).count("ready to apply") == 5
+    assert run_apply("--check", patch_set=patch_set, status=1).count("ready    holds") == 5
     assert run_apply("--status", patch_set=patch_set).count("not applied") == 5
     shutil.rmtree(both[0] / "fastvideo")
     assert run_apply("--status", patch_set=patch_set, status=1).count("not applied") == 3
@@ -1081,7 +1140,7 @@ def pin_to(patch_set, url, commit, upstream="dancegrpo"):
 
 
 def clones(patch_set):
-    return sorted(path.name for path in (patch_set / "upstream").iterdir() if path.name != "pins.ini")
+    return sorted(path.name for path in (patch_set / "upstream").iterdir() if path.is_dir())
 
 
 def test_clones_the_pin_once(patch_set, checkout):

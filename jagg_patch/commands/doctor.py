@@ -1,0 +1,79 @@
+"""Say of each trainer in a checkout whether its patch applies and its contract holds, and what differs since the pin.
+
+The same as `./apply.sh --check DIR`, which asks this module about the contracts. They are checked in the source text: nothing of
+the checkout is imported, and torch isn't needed. Exit status 1 if something differs that would train wrong.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from ..contract import CONTRACTS, differences, fingerprints
+from ..errors import JaggError
+
+ROOT = Path(__file__).resolve().parents[2]  # of the patch set
+
+
+def add_arguments(parser):
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="a checkout, otherwise those in upstream/")
+
+
+def run(args):
+    script = ROOT / "apply.sh"
+    if not script.is_file():
+        raise JaggError(
+            f"{ROOT} has no apply.sh, which looks at the patches\nrun the doctor from the patch set, not from a checkout"
+        )
+    sys.stdout.flush()
+    os.execv(script, [str(script), "--check", *([args.directory] if args.directory else [])])
+
+
+def lock_file(upstream):
+    return ROOT / "upstream" / f"{upstream}.lock"
+
+
+def read_lock(upstream):
+    """`{trainer: {"commit": …, "symbols": {symbol: fingerprint}}}`."""
+    path = lock_file(upstream)
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def modules_of(directory, folder):
+    """A function that gives the text of one of the checkout's own modules by its dotted name, or None."""
+
+    def find(module):
+        for place in (directory, directory / folder):
+            path = (place / module.replace(".", "/")).with_suffix(".py")
+            if path.is_file():
+                return path.read_text()
+        return None
+
+    return find
+
+
+def examine(directory, file, locked):
+    """`(differences, changed)` of a trainer's file: from its contract, and the symbols that aren't as `locked`."""
+    path = Path(directory) / file
+    contract, find = CONTRACTS[path.stem], modules_of(Path(directory), path.parent.relative_to(directory))
+    text = path.read_text()
+    found = differences(text, contract, find)
+    if found and "Python can't read" in found[0].means:
+        return found, []
+    now = fingerprints(text, contract, find)
+    return found, [name for name in now if now[name] != locked.get(name)]
+
+
+def main(directory, upstream, *files):
+    """For apply.sh: lines of a trainer's name, `broken` or `holds`, and what there is to say, with tabs between."""
+    lock = read_lock(upstream)
+    for file in files:
+        name = Path(file).stem
+        locked = lock.get(name, {"commit": "the first", "symbols": {}})
+        found, changed = examine(directory, file, locked["symbols"])
+        fatal = [one for one in found if one.is_fatal]
+        for one in fatal:
+            print(name, "broken", one, sep="\t")
+        if not fatal:
+            said = [f"changed since {locked['commit'][:12]}: {', '.join(changed)}"] if changed else []
+            print(name, "holds", "; ".join([*said, *map(str, found)]), sep="\t")

@@ -1,0 +1,171 @@
+"""For `apply.sh --refresh` and `--export`: patch files, pin and lock anew, from a checkout. No torch, as the doctor."""
+
+import difflib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..contract import CONTRACTS, Source, differences, fingerprints
+from .doctor import ROOT, lock_file, read_lock
+
+HOOK = "jagg_patch.install(globals()"
+
+
+class Refused(Exception):
+    """With the reason, in one line or two; nothing has been written."""
+
+
+def git(folder, *arguments, text=""):
+    """What git prints, or None if it fails. Nothing is decoded to other line ends."""
+    done = subprocess.run(["git", "-C", str(folder), *arguments], input=text.encode(), capture_output=True)
+    return None if done.returncode else done.stdout.decode()
+
+
+class Checkout:
+    """The committed state of a checkout."""
+
+    def __init__(self, directory):
+        self._directory = Path(directory)
+        self.commit = (git(directory, "rev-parse", "HEAD") or "").strip()
+        if not self.commit:
+            raise Refused(f"{directory}: there is no commit to pin\nclone it with git")
+
+    def read(self, file):
+        return git(self._directory, "show", f"HEAD:./{file}")
+
+    def trainer(self, file):
+        """The text of a trainer, or None if it isn't there."""
+        text = self.read(file)
+        if text is not None and HOOK in text:
+            raise Refused(f"{file}: the commit has JAGG's hook already\ncheck out the commit of upstream's own that it is on")
+        return text
+
+    def find(self, folder):
+        """A function that gives the text of one of the checkout's own modules by its dotted name, or None."""
+
+        def find(module):
+            path = module.replace(".", "/") + ".py"
+            text = self.read(path)
+            return self.read(f"{folder}/{path}") if text is None else text
+
+        return find
+
+
+def patched(text, patch, file):
+    """`text` with `patch` applied; None if it doesn't fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, file)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(text.encode())
+        git(folder, "init", "--quiet")
+        if git(folder, "apply", "--whitespace=nowarn", "-", text=patch) is None:
+            return None
+        return path.read_bytes().decode()
+
+
+def with_change(patch, file, old, new):
+    """The mail `patch` with its message, about the change from `old` to `new`.
+
+    A hunk's one line of context, the one below, is all that ties it to upstream.
+    """
+    before, after = old.splitlines(True), new.splitlines(True)
+    hunks, n_added, n_removed = [], 0, 0
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if tag != "equal":
+            below = before[i2 : i2 + 1]
+            if not all(line.endswith("\n") and not line.endswith("\r\n") for line in (*before[i1:i2], *below)):
+                raise Refused(
+                    f"{file}: a line at the hook ends in CRLF, or the last one in nothing\nconvert it (dos2unix) and commit that"
+                )
+            hunks.append(f"@@ -{i1 + 1},{i2 - i1 + len(below)} +{j1 + 1},{j2 - j1 + len(below)} @@\n")
+            marked = (("-", before[i1:i2]), ("+", after[j1:j2]), (" ", below))
+            hunks += [mark + line for mark, lines in marked for line in lines]
+            n_added, n_removed = n_added + j2 - j1, n_removed + i2 - i1
+    counts = [(n_added, "insertion", "+"), (n_removed, "deletion", "-")]
+    stat = "".join(f", {n} {what}{'s' * (n > 1)}({sign})" for n, what, sign in counts if n)
+    summary = f" {file} | {n_added + n_removed} {'+' * n_added}{'-' * n_removed}\n 1 file changed{stat}\n\n"
+    message, signature = patch.split("\n---\n")[0], patch.rsplit("\n-- \n")[-1]
+    diff = f"diff --git a/{file} b/{file}\n--- a/{file}\n+++ b/{file}\n{''.join(hunks)}"
+    return f"{message}\n---\n{summary}{diff}-- \n{signature}"
+
+
+def added_lines(patch):
+    return [line[1:].lstrip() for line in re.findall(r"^\+(?!\+\+ ).*\n", patch, flags=re.MULTILINE)]
+
+
+def anchored(patch, file, text):
+    """`text` with the patch's lines before the statement that the hook belongs to."""
+    (statement,) = Source(text).hooks(CONTRACTS[Path(file).stem])
+    lines = text.splitlines(True)
+    place = statement.lineno - 1
+    indent = re.match(r"\s*", lines[place])[0]
+    return "".join([*lines[:place], *(indent + line for line in added_lines(patch)), *lines[place:]])
+
+
+def show(path, new):
+    """Print how the file at `path` changes."""
+    old = path.read_text() if path.is_file() else ""
+    name = path.relative_to(ROOT)
+    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}"))
+
+
+def refresh(directory, upstream, files):
+    """New patches, lock and pin for what the checkout has committed: `{path: text}`, and the commit."""
+    checkout, lock, new, broken = Checkout(directory), read_lock(upstream), {}, []
+    for file in files:
+        path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
+        patch, contract, find = path.read_text(), CONTRACTS[path.stem], checkout.find(Path(file).parent)
+        text = checkout.trainer(file)
+        if text is None:
+            print(f"  {file:40} not in this checkout: its patch and lock stay")
+            continue
+        found = [one for one in differences(text, contract, find) if one.is_fatal]
+        if found:
+            broken += [f"{file}: {one}" for one in found]
+            continue
+        moved = "the patch still applies" if patched(text, patch, file) is not None else "the hook is anchored anew"
+        patch = with_change(patch, file, text, anchored(patch, file, text))
+        if patched(text, patch, file) != anchored(patch, file, text):
+            raise Refused(f"{file}: the new patch doesn't do what it should\nplease report this, with git --version")
+        now, before = fingerprints(text, contract, find), lock.get(path.stem, {}).get("symbols", {})
+        changed = [name for name in now if now[name] != before.get(name)]
+        print(f"  {file:40} {moved}; {'changed: ' + ', '.join(changed) if changed else 'nothing that is relied on changed'}")
+        new[path] = patch
+        lock[path.stem] = {"commit": checkout.commit, "symbols": now}
+    if broken:
+        raise Refused("\n  ".join(["the contract is broken, so nothing was written", *broken]))
+    new[lock_file(upstream)] = json.dumps(lock, indent=1) + "\n"
+    return new, checkout.commit
+
+
+def export(directory, upstream, files):
+    """New patches for the hooks as they stand in the checkout's files: `{path: text}`."""
+    checkout, new = Checkout(directory), {}
+    for file in files:
+        path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
+        edited = Path(directory, file).read_bytes().decode()
+        if HOOK not in edited:
+            raise Refused(f"{file}: it has no hook to export\nrun ./apply.sh on it, edit, then export")
+        patch = with_change(path.read_text(), file, checkout.trainer(file), edited)
+        if any(line.startswith("-") for line in patch.partition("\n+++ ")[2].splitlines() if line != "-- "):
+            raise Refused(f"{file}: it has other changes than added lines\ncommit or stash what isn't JAGG's, then export")
+        new[path] = patch
+    return new
+
+
+def main(action, directory, upstream, *files):
+    """For apply.sh. Exit status 1 with the reason, and nothing written, if it can't be done."""
+    try:
+        new, commit = refresh(directory, upstream, files) if action == "refresh" else (export(directory, upstream, files), None)
+    except Refused as reason:
+        sys.exit(f"apply.sh: {directory}: {reason}")
+    for path, text in new.items():
+        show(path, text)
+    for path, text in new.items():
+        path.write_text(text)
+    if commit:
+        git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit)
+        print(f"upstream/pins.ini: {upstream} is at {commit}")

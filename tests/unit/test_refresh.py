@@ -1,0 +1,233 @@
+"""apply.sh --check, --refresh and --export when upstream has moved: stand-ins for checkouts, a patch set to change at will."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from test_apply import (  # noqa: F401, fixtures among them
+    FILES,
+    HOOKS,
+    PARSE,
+    ROOT,
+    assert_applied,
+    assert_refused,
+    checkout,
+    commit_all,
+    edit,
+    full_checkout,
+    git,
+    home,
+    patch_set,
+    run_apply,
+    snapshot,
+    tarball,
+    upstream,
+)
+
+FLUX = FILES[0]
+STEP = "def grpo_one_step(latents, pre_latents, transformer, timesteps, i, sigma_schedule):"
+
+
+@pytest.fixture
+def moved(checkout, patch_set):  # noqa: F811
+    """`moved(old, new)` changes the Flux trainer upstream, after the patch set was refreshed; returns the checkout's commit."""
+    run_apply("--refresh", checkout, patch_set=patch_set)
+
+    def change(old, new):
+        edit(checkout / FLUX, old, new)
+        commit_all(checkout)
+        return git(checkout, "rev-parse", "HEAD").strip()
+
+    return change
+
+
+def row(printed, file=FLUX):
+    """Patch, contract and what differs, of the table's rows of a trainer."""
+    lines = printed.split(f"  {file} ")[1].split("  fastvideo/")[0].splitlines()
+    patch, contract, *says = re.split(r" +", lines[0].strip(), maxsplit=2)
+    return patch, contract, [*says, *(line.strip() for line in lines[1:] if line.startswith(" " * 40))]
+
+
+def message(patch):
+    return patch.read_text().partition("\ndiff --git ")[0]
+
+
+def test_a_refresh_pins_the_commit_and_keeps_the_messages(full_checkout, upstream, patch_set):  # noqa: F811
+    patches = patch_set / "patches" / upstream
+    before = {patch.name: message(patch) for patch in patches.glob("*.patch")}
+    untouched = snapshot(full_checkout)
+    printed = run_apply("--refresh", full_checkout, patch_set=patch_set)
+    commit = git(full_checkout, "rev-parse", "HEAD").strip()
+    assert f"upstream/pins.ini: {upstream} is at {commit}" in printed
+    assert f"+++ b/upstream/{upstream}.lock" in printed and "+++ b/patches/" in printed
+    assert git(patch_set, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit").strip() == commit
+    assert {patch.name: message(patch) for patch in patches.glob("*.patch")} == before
+    assert snapshot(full_checkout) == untouched
+    checked = run_apply("--check", full_checkout, patch_set=patch_set)
+    assert checked.count(" ready    holds\n") == len(before) and "changed" not in checked
+    printed = run_apply("--refresh", full_checkout, patch_set=patch_set)  # again: nothing left to do
+    assert printed.count("nothing that is relied on changed") == len(before) and "@@" not in printed
+    run_apply(full_checkout, patch_set=patch_set)
+    assert_applied(full_checkout, untouched)
+
+
+def test_comments_and_formatting_are_no_change_and_code_is(moved, checkout, patch_set):  # noqa: F811
+    moved("    samples = sample_reference_model(args)", "    # all of them\n    samples = (sample_reference_model( args ))")
+    assert row(run_apply("--check", checkout, patch_set=patch_set)) == ("ready", "holds", [])
+    locked = git(checkout, "rev-parse", "HEAD~1")[:12]
+    moved(
+        "    return flux_step(transformer(latents), latents, pre_latents)",
+        "    return 2 * flux_step(transformer(latents), latents, pre_latents)",
+    )
+    assert row(run_apply("--check", checkout, patch_set=patch_set)) == (
+        "ready",
+        "holds",
+        [f"changed since {locked}: grpo_one_step"],
+    )
+
+
+def test_a_broken_contract_is_refused_by_everything_that_writes(moved, checkout, patch_set):  # noqa: F811
+    moved(STEP, STEP.replace("timesteps", "t"))
+    reason = "grpo_one_step() has no parameter timesteps any more: JAGG goes by that name"
+    printed = assert_refused(checkout, "--check", says=["would train wrong", "--only"], patch_set=patch_set)
+    patch, contract, says = row(printed)
+    assert (patch, contract, says[0]) == ("ready", "broken", reason)
+    assert row(printed, FILES[1]) == ("ready", "holds", [])
+    assert_refused(checkout, says=[f"refused: the contract is broken: {reason}", "nothing was changed"], patch_set=patch_set)
+    before = snapshot(patch_set)
+    assert_refused(checkout, "--refresh", says=["nothing was written", f"{FLUX}: {reason}"], patch_set=patch_set)
+    assert snapshot(patch_set) == before
+    assert run_apply("--only", "train_grpo_sd", checkout, patch_set=patch_set).count(" applied") == 1
+    git(checkout, "checkout", "-q", ".")
+    run_apply("--refresh", "--only", "train_grpo_sd", checkout, patch_set=patch_set)
+
+
+@pytest.mark.parametrize("action", ["--check", None])
+def test_an_applied_trainer_whose_loop_was_edited_is_found(checkout, action):  # noqa: F811
+    run_apply(checkout)
+    edit(checkout / FLUX, "            loss.backward()\n", "        loss.backward()\n")
+    says = ["there is no backward() in the loop over steps"]
+    assert_refused(checkout, *([action] if action else []), says=says)
+    assert "taken out of 3 trainer(s)" in run_apply("--reverse", checkout)
+
+
+@pytest.mark.parametrize(
+    ("new", "hook"),
+    [
+        ("    args, rest = parser.parse_known_args()\n", None),
+        ("    args = parser.parse_args(\n        None,\n    )\n", None),
+        ("    if True:\n        args = parser.parse_args()\n", None),
+        ("    main(parser.parse_args())\n    args = None\n", None),
+    ],
+)
+def test_the_hook_is_anchored_anew(moved, checkout, patch_set, new, hook):  # noqa: F811
+    moved(PARSE, new)
+    assert row(run_apply("--check", checkout, patch_set=patch_set, status=1))[:2] == ("refused", "holds")
+    text = (checkout / FLUX).read_text()
+    assert "the hook is anchored anew; changed: hook" in run_apply("--refresh", checkout, patch_set=patch_set)
+    assert row(run_apply("--check", checkout, patch_set=patch_set)) == ("ready", "holds", [])
+    run_apply(checkout, patch_set=patch_set)
+    assert (checkout / FLUX).read_text() == text.replace(new, HOOKS[PARSE] + new)
+    run_apply("--reverse", checkout, patch_set=patch_set)
+    assert (checkout / FLUX).read_text() == text
+
+
+def test_the_hook_takes_the_trainer_s_indentation(checkout, patch_set):  # noqa: F811
+    text = (checkout / FLUX).read_text().replace("    ", "\t")
+    (checkout / FLUX).write_text(text)
+    commit_all(checkout)
+    assert row(run_apply("--check", checkout, patch_set=patch_set, status=1))[:2] == ("refused", "holds")
+    run_apply("--refresh", checkout, patch_set=patch_set)
+    run_apply(checkout, patch_set=patch_set)
+    hook = HOOKS[PARSE].replace("    ", "\t")
+    assert (checkout / FLUX).read_text() == text.replace("\targs = parser", f"{hook}\targs = parser")
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ("    parse(parser)\n", "0 statements under `if __name__ …` call parser.parse_args or parser.parse_known_args()"),
+        (f"{PARSE}    parser.parse_args()\n", "2 statements under"),
+    ],
+)
+def test_a_hook_without_its_one_place_breaks_the_contract(moved, checkout, patch_set, new, reason):  # noqa: F811
+    moved(PARSE, new)
+    before = snapshot(patch_set)
+    assert_refused(checkout, "--refresh", says=["nothing was written", reason], patch_set=patch_set)
+    assert snapshot(patch_set) == before
+
+
+def test_what_cannot_be_pinned_is_refused(checkout, tarball, patch_set):  # noqa: F811
+    before = snapshot(patch_set)
+    assert_refused(tarball, "--refresh", says="there is no commit to pin", patch_set=patch_set)
+    (checkout / FLUX).write_bytes((checkout / FLUX).read_text().replace("\n", "\r\n").encode())
+    commit_all(checkout)
+    assert_refused(checkout, "--refresh", says=[FLUX, "CRLF", "dos2unix"], patch_set=patch_set)
+    git(checkout, "reset", "-q", "--hard", "HEAD~1")
+    run_apply("--commit", checkout, patch_set=patch_set)
+    assert_refused(checkout, "--refresh", says=[FLUX, "the commit has JAGG's hook already"], patch_set=patch_set)
+    assert snapshot(patch_set) == before
+
+
+def test_uncommitted_changes_are_not_pinned(moved, checkout, patch_set):  # noqa: F811
+    edit(checkout / FLUX, STEP, STEP.replace("timesteps", "t"))
+    assert "nothing that is relied on changed" in run_apply("--refresh", checkout, patch_set=patch_set)
+
+
+def test_a_patch_changed_by_hand_is_exported_and_applied(checkout, patch_set):  # noqa: F811
+    patch = patch_set / "patches/dancegrpo/train_grpo_flux.patch"
+    before = message(patch)
+    run_apply("--refresh", checkout, patch_set=patch_set)
+    run_apply(checkout, patch_set=patch_set)
+    unchanged = snapshot(patch_set)
+    run_apply("--export", checkout, patch_set=patch_set)
+    assert snapshot(patch_set) == unchanged
+    edit(checkout / FLUX, "    jagg_patch.install(", "    print('JAGG is put in')\n    jagg_patch.install(")
+    edited = (checkout / FLUX).read_text()
+    printed = run_apply("--export", "--only", "train_grpo_flux", checkout, patch_set=patch_set)
+    assert "++    print('JAGG is put in')" in printed
+    assert message(patch) == before.replace("| 2 ++", "| 3 +++").replace("2 insertions", "3 insertions")
+    run_apply("--reverse", checkout, patch_set=patch_set)
+    assert (checkout / FLUX).read_text() == edited.replace("    print('JAGG is put in')\n", "").replace(HOOKS[PARSE], "")
+    run_apply("--commit", checkout, patch_set=patch_set)
+    assert (checkout / FLUX).read_text() == edited
+
+
+def test_what_is_not_a_hook_is_not_exported(checkout, patch_set):  # noqa: F811
+    before = snapshot(patch_set)
+    assert_refused(checkout, "--export", says=[FLUX, "it has no hook to export"], patch_set=patch_set)
+    run_apply(checkout, patch_set=patch_set)
+    edit(checkout / FLUX, "default=3", "default=5")
+    assert_refused(checkout, "--export", says=[FLUX, "other changes than added lines"], patch_set=patch_set)
+    assert snapshot(patch_set) == before
+
+
+def test_the_doctor_prints_what_check_does(checkout):  # noqa: F811
+    def doctor(directory):
+        command = [sys.executable, "-m", "jagg_patch", "doctor", str(directory)]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    done = doctor(checkout)
+    assert (done.returncode, done.stdout) == (0, run_apply("--check", checkout))
+    edit(checkout / FLUX, STEP, STEP.replace("timesteps", "t"))
+    done = doctor(checkout)
+    assert (done.returncode, done.stdout) == (1, run_apply("--check", checkout, status=1))
+    run_apply("--only", "train_grpo_sd", checkout)
+    command = [sys.executable, "-m", "jagg_patch", "doctor", "."]
+    path = {"PYTHONPATH": str(checkout / "fastvideo")}
+    done = subprocess.run(command, cwd=checkout, env=os.environ | path, capture_output=True, text=True)
+    assert done.returncode and "run the doctor from the patch set" in done.stderr
+
+
+def test_without_a_python_that_can_the_contracts_are_left_to_the_start(checkout, tmp_path):  # noqa: F811
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "python"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    printed = run_apply("--check", checkout, env=env)
+    assert "they are checked when training starts" in printed and row(printed)[:2] == ("ready", "unknown")
+    run_apply(checkout, env=env)
+    assert_refused(checkout, "--refresh", says="needs Python 3.10", env=env)

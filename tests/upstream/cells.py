@@ -1,11 +1,12 @@
 """Runs under torchrun: a real DanceGRPO trainer's `train_one_step` on a tiny model, in one cell of settings after another.
 
-usage: torchrun ... cells.py CHECKOUT TRAINER OUT; writes OUT/rank{N}.pt. What a trainer is given is in setups/, a module each;
-the tests that read the cells are in test_dancegrpo.py.
+usage: torchrun ... cells.py CHECKOUT TRAINER OUT [CELL ...]; writes OUT/rank{N}.pt, with all cells if none is named. What a
+trainer is given is in setups/, a module each; the tests that read the cells are in test_dancegrpo.py.
 """
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from contextlib import nullcontext
@@ -75,7 +76,7 @@ def in_trajectory_order(namespace, n_visited):
     namespace["torch"] = ForwardingModule(torch, stack=stack_in_order)
 
 
-def main(checkout, name, out):
+def main(checkout, name, out, *wanted):
     torch.set_num_threads(1)
     standins.install(checkout)
     setup = importlib.import_module(f"setups.{name.removeprefix('train_grpo_')}")
@@ -103,6 +104,7 @@ def main(checkout, name, out):
         elif settings is not None:
             handle = install(vars(trainer), config=JaggConfig(**settings))
         given = dict(args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9)
+        asked_for = inspect.signature(trainer.train_one_step).parameters  # by an early version for less
         try:
             with (
                 around_model(transformer),
@@ -110,7 +112,12 @@ def main(checkout, name, out):
                 refusals() as refused,
                 recorded_steps(trainer) if settings is None else nullcontext() as steps,
             ):
-                returned = [trainer.train_one_step(**(train_arguments() | given)) for _ in range(n_training_steps)]
+                returned = [
+                    trainer.train_one_step(
+                        **{name: value for name, value in (train_arguments() | given).items() if name in asked_for}
+                    )
+                    for _ in range(n_training_steps)
+                ]
         finally:
             if handle:
                 handle.uninstall()
@@ -132,8 +139,10 @@ def main(checkout, name, out):
         }
 
     cells = CELLS | getattr(setup, "CELLS", {})
-    records = {cell: run(*settings) for cell, settings in cells.items()}
+    records = {cell: run(*cells[cell]) for cell in wanted or cells}
     for cell, source in ORACLES.items():
+        if cell not in records:
+            continue
         restore()
         changes, settings = CELLS[cell]
         n_visited = int((ARGS["sampling_steps"] - 1) * (ARGS | changes)["timestep_fraction"])
@@ -149,7 +158,7 @@ def main(checkout, name, out):
                 sorted(steps, key=lambda step: int(step["arguments"]["i"])),
                 lambda steps, config: oracle_gradient(trainer, transformer, steps, len(steps), config),
             )
-    for cell in ("sorted", "W=2", "W=3", "W=4"):
+    for cell in records.keys() & {"sorted", "W=2", "W=3", "W=4"}:
         records[cell]["exact_error"] = relative_error(records[cell]["gradient"], records["unpatched"]["gradient"])
     for cell in records:
         if cell.endswith(" skip"):
@@ -162,4 +171,4 @@ def main(checkout, name, out):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -3,7 +3,7 @@
 `install` puts it into a trainer at run time; `group_backward` is the method as a plain function.
 """
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 from .config import JaggConfig
 from .errors import JaggError

@@ -85,6 +85,19 @@ def linked(value, parameter):
     return _Link.apply(value, parameter)
 
 
+def reached_leaves(tensors):
+    """The leaf tensors that backward passes from `tensors` would reach, once each."""
+    seen, nodes = set(), [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
+
+
 def group_backward(velocity, losses, timesteps, config=None):
     """Accumulate the gradient of one group of steps with two transformer backward passes.
 

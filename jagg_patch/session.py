@@ -30,7 +30,7 @@ from .engines import (
     syncs_gradients,
 )
 from .errors import JaggError
-from .joint import endpoint_weights, joint_output, linked, weighted_sum
+from .joint import endpoint_weights, joint_output, linked, reached_leaves, weighted_sum
 from .log import Stopwatch
 from .plan import ENDPOINTS_FIRST, Role, alphas, forwards_a_group, step_roles, whole_groups
 from .probe import Probe
@@ -482,7 +482,12 @@ class Session:
 
     def _enter_grouped_step(self, step, role, where):
         """Everything that can be checked and worked out before the forward is paid for."""
-        group, timesteps = self._group, step.timesteps.detach().reshape(-1)
+        group, timesteps = self._group, step.timesteps.detach().reshape(-1).clone()  # the trainer may change its own in place
+        if step.model is not group.model and len(group.positions) > 2:
+            raise JaggError(
+                f"{where}: it is another model's than the group's first, which would get its share of the gradient\n"
+                "run with JAGG_ENABLED=0 and report this upstream version"
+            )
         group.require_backward(group.proxies)
         syncs = syncs_gradients(step.model)
         if syncs != group.syncs and not (role is Role.LAST and syncs and group.last is None):
@@ -551,6 +556,13 @@ class Session:
         if role is Role.FIRST:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._group.constants = [not tensor.requires_grad for tensor in tensors]
+            own = [leaf for leaf in (self._group.proxies[-1], self._group.link) if leaf is not None]
+            others = [leaf for leaf in reached_leaves(tensors) if not any(leaf is one for one in own)]
+            if others and len(self._group.positions) > 2:
+                raise JaggError(
+                    f"{where}: the training forward returned what depends on weights by another way than the model's output\n"
+                    "the steps between would lose that gradient: run with JAGG_ENABLED=0 and report this upstream version"
+                )
             return
         for tensor, was_constant in zip_longest(tensors, self._group.constants):
             shape = "missing" if tensor is None else f"of shape {list(tensor.shape)}"

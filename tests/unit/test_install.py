@@ -327,7 +327,64 @@ def test_a_loss_on_the_model_output_itself_is_stopped(load):
     returned = "sde_solver=True)[2]", "sde_solver=True)[2], velocity"
     module = load(*returned, "            ratio = ", "            new_log_probs, velocity = new_log_probs\n            ratio = ")
     install(vars(module), config=JaggConfig(frac=1))
-    stops(module, "visited step 1 .* returned a tensor without a graph, of shape .1, 2.")
+    stops(module, "visited step 0 .* depends on weights by another way than the model's output")
+
+
+FED = "                timesteps[step : step + 1],\n"
+IN_PLACE = {
+    "in the forward": (
+        FED,
+        FED.replace("],", "].clone(),"),
+        "    velocity = run_model(transformer, latents, timesteps)\n",
+        "    velocity = run_model(transformer, latents, timesteps)\n    timesteps.zero_()\n",
+    ),
+    "after the backward": (
+        "            new_log_probs = grpo_one_step(",
+        "            fed = timesteps[step : step + 1].clone()\n            new_log_probs = grpo_one_step(",
+        FED,
+        "                fed,\n",
+        "            loss.backward()\n",
+        "            loss.backward()\n            fed.zero_()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("where", IN_PLACE)
+def test_timesteps_may_be_changed_in_place_afterwards(load, where, schedule):
+    found = []
+    for pieces in ((), IN_PLACE[where]):
+        module = load(*pieces)
+        install(vars(module), config=JaggConfig(frac=1, schedule=schedule))
+        found.append(run(module)[1])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        (
+            ("                model,\n", "                model if timesteps[step] >= 500 else model.second,\n"),
+            "another model's than the group's first",
+        ),
+        (
+            ("flux_step(velocity, latents, args.eta,", "flux_step(velocity, latents, args.eta * transformer.scale,"),
+            "by another way than the model's output",
+        ),
+        (
+            ("flux_step(velocity, latents,", "flux_step(velocity, latents + run_model(transformer, latents, timesteps),"),
+            "by another way than the model's output",
+        ),
+    ],
+)
+def test_a_gradient_that_the_steps_between_would_lose_is_stopped(load, pieces, match, schedule):
+    model = make_model()
+    vars(model).update(second=make_model(), scale=torch.nn.Parameter(torch.ones(())))
+    module = load(*pieces)
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule))
+    with pytest.raises(JaggError, match=match):
+        run(module, model)
 
 
 def like_ddp(monkeypatch, **attributes):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 WITHOUT_GRADIENT = ("no_grad", "inference_mode")
+USES_GRADIENTS = ("clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad")
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,16 @@ class Difference(NamedTuple):
 
 
 def differences(text, contract, find=lambda module: None):
-    """Where a trainer's source `text` differs from `contract`: a list of `Difference`.
+    """Where a trainer's source differs from `contract`: a list of `Difference`.
 
     Args:
+        text: the source, or its bytes.
         find: gives the text of a module by its dotted name, or None; for functions that the trainer imports.
     """
     try:
         source = Source(text, find)
-    except SyntaxError as error:
-        return [Difference(f"line {error.lineno}: {error.msg}", "Python can't read the file")]
+    except (SyntaxError, ValueError) as error:
+        return [Difference(str(error), "Python can't read the file")]
     found = [*source.functions(contract.parameters, contract), *source.hook(contract)]
     found += [
         Difference(one.what, f"{one.means} where forwards are skipped (JAGG_SKIP_FORWARDS)", is_fatal=False)
@@ -155,16 +157,18 @@ def fingerprints(text, contract, find=lambda module: None):
 
 
 def fingerprint(node):
-    """16 hex digits of the syntax tree below `node`, the same for every Python that can parse it."""
-    return hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:16]
+    """16 hex digits of the syntax tree below `node`, the same for Python 3.10 to 3.13."""
+    return hashlib.sha256(ascii(_plain(node)).encode()).hexdigest()[:16]
 
 
 def _plain(node):
     if isinstance(node, list):
         return [_plain(one) for one in node]
     if not isinstance(node, ast.AST):
-        return repr(node)
+        return ascii(node)
     fields = {name: value for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment", "type_params")}
+    if isinstance(node, ast.JoinedStr):  # 3.12 adds empty strings
+        fields["values"] = [one for one in node.values if not (isinstance(one, ast.Constant) and one.value == "")]
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not isinstance(node, ast.Lambda) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
     return type(node).__name__, [(name, _plain(value)) for name, value in fields.items() if value not in (None, [])]
@@ -212,7 +216,10 @@ class Source:
             return self.defined[name]
         module, original = self._imported.get(name, (None, None))
         text = self._find(module) if module else None
-        return Source(text, self._find).definition(original) if text is not None else None
+        try:
+            return Source(text).definition(original) if text is not None else None
+        except (SyntaxError, ValueError):
+            return None
 
     def functions(self, parameters, contract):
         for name, wanted in parameters.items():
@@ -244,13 +251,18 @@ class Source:
         return any(isinstance(node, (ast.Yield, ast.YieldFrom)) and node not in inner for node in ast.walk(definition))
 
     def hooks(self, contract):
-        """The statements in the `__main__` guard with one of the calls before which the hook stands."""
+        """The statements in the `__main__` guard, on lines of their own, with one of the calls before which the hook stands."""
         guards = [node for node in self._tree.body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
         return [
             statement
             for guard in guards
             for statement in guard.body
-            if any(isinstance(node, ast.Call) and ast.unparse(node.func) in contract.hook for node in ast.walk(statement))
+            if statement.lineno > guard.lineno
+            and not any(
+                isinstance(node, ast.Name) and node.id == "parser" and isinstance(node.ctx, ast.Store)
+                for node in ast.walk(statement)
+            )
+            and any(isinstance(node, ast.Call) and ast.unparse(node.func) in contract.hook for node in ast.walk(statement))
         ]
 
     def hook(self, contract):
@@ -344,8 +356,12 @@ class Source:
         for node in ast.walk(steps):
             if isinstance(node, (ast.Continue, ast.Break)) and self._around(node, LOOPS)[0] is steps:
                 yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
-            if not contract.steps_optimizer and isinstance(node, ast.Call) and ast.unparse(node.func) == "optimizer.step":
-                yield Difference(f"line {node.lineno}: optimizer.step() in {loop}", "a group would be open")
+            if not contract.steps_optimizer and isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called == "optimizer.step" or called.rpartition(".")[2] in USES_GRADIENTS:
+                    yield Difference(
+                        f"line {node.lineno}: {called}() in {loop}", "a group's gradients aren't there before its end"
+                    )
 
     def _selection(self, contract, steps, forwards):
         variables = _names(steps.target)

@@ -15,7 +15,7 @@ from .errors import JaggError
 def require_contract(namespace, contract, skips_forwards):
     """Raise `JaggError` unless the source of the trainer in `namespace` keeps `contract`."""
     try:
-        text = Path(namespace["__file__"]).read_text()
+        text = Path(namespace["__file__"]).read_bytes()
     except (KeyError, OSError) as error:
         raise changed(namespace, f"its source can't be read ({error})") from None
     for difference in differences(text, replace(contract, hook=())):  # which has been run

@@ -1,7 +1,7 @@
 """Say of each trainer in a checkout whether its patch applies and its contract holds, and what differs since the pin.
 
-The same as `./apply.sh --check DIR`, which asks this module about the contracts. They are checked in the source text: nothing of
-the checkout is imported, and torch isn't needed. Exit status 1 if something differs that would train wrong.
+The same as `./apply.sh --check DIR`, which needs no torch. The contracts are checked in the source text: nothing of the checkout
+is imported. Exit status 1 if something differs that would train wrong.
 """
 
 import json
@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the patch set
 
 def add_arguments(parser):
     parser.add_argument("directory", nargs="?", metavar="DIR", help="a checkout, otherwise those in upstream/")
+    parser.add_argument("--only", action="append", default=[], metavar="TRAINER", help="one trainer; may be repeated")
 
 
 def run(args):
@@ -26,7 +27,8 @@ def run(args):
             f"{ROOT} has no apply.sh, which looks at the patches\nrun the doctor from the patch set, not from a checkout"
         )
     sys.stdout.flush()
-    os.execv(script, [str(script), "--check", *([args.directory] if args.directory else [])])
+    only = [word for name in args.only for word in ("--only", name)]
+    os.execv(script, [str(script), "--check", *only, *([args.directory] if args.directory else [])])
 
 
 def lock_file(upstream):
@@ -46,7 +48,7 @@ def modules_of(directory, folder):
         for place in (directory, directory / folder):
             path = (place / module.replace(".", "/")).with_suffix(".py")
             if path.is_file():
-                return path.read_text()
+                return path.read_bytes()
         return None
 
     return find
@@ -56,7 +58,7 @@ def examine(directory, file, locked):
     """`(differences, changed)` of a trainer's file: from its contract, and the symbols that aren't as `locked`."""
     path = Path(directory) / file
     contract, find = CONTRACTS[path.stem], modules_of(Path(directory), path.parent.relative_to(directory))
-    text = path.read_text()
+    text = path.read_bytes()  # whose first lines may name the encoding
     found = differences(text, contract, find)
     if found and "Python can't read" in found[0].means:
         return found, []

@@ -1,11 +1,14 @@
 """For `apply.sh --refresh` and `--export`: patch files, pin and lock anew, from a checkout. No torch, as the doctor."""
 
+import ast
 import difflib
+import io
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from ..contract import CONTRACTS, Source, differences, fingerprints
@@ -20,7 +23,8 @@ class Refused(Exception):
 
 def git(folder, *arguments, text=""):
     """What git prints, or None if it fails. Nothing is decoded to other line ends."""
-    done = subprocess.run(["git", "-C", str(folder), *arguments], input=text.encode(), capture_output=True)
+    command = ["git", "-C", str(folder), "-c", "core.autocrlf=false", *arguments]
+    done = subprocess.run(command, input=text.encode(), capture_output=True)
     return None if done.returncode else done.stdout.decode()
 
 
@@ -31,7 +35,9 @@ class Checkout:
         self._directory = Path(directory)
         self.commit = (git(directory, "rev-parse", "HEAD") or "").strip()
         if not self.commit:
-            raise Refused(f"{directory}: there is no commit to pin\nclone it with git")
+            raise Refused("there is no commit to compare with\nit has to be a git clone")
+        if git(directory, "rev-parse", "--show-prefix").strip():
+            raise Refused("it is a folder in another repository, whose commit isn't upstream's\nuse a git clone of upstream")
 
     def read(self, file):
         return git(self._directory, "show", f"HEAD:./{file}")
@@ -71,7 +77,7 @@ def with_change(patch, file, old, new):
 
     A hunk's one line of context, the one below, is all that ties it to upstream.
     """
-    before, after = old.splitlines(True), new.splitlines(True)
+    before, after = lines_of(old), lines_of(new)
     hunks, n_added, n_removed = [], 0, 0
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -92,17 +98,44 @@ def with_change(patch, file, old, new):
     return f"{message}\n---\n{summary}{diff}-- \n{signature}"
 
 
-def added_lines(patch):
-    return [line[1:].lstrip() for line in re.findall(r"^\+(?!\+\+ ).*\n", patch, flags=re.MULTILINE)]
+def lines_of(text):
+    """With their ends, which are those that git knows: a form feed is none."""
+    return list(io.StringIO(text))
+
+
+def added_block(patch, file):
+    """The lines that a patch of one hunk adds, without their common indentation."""
+    if patch.count("\n@@ ") != 1:
+        raise Refused(
+            f"{file}: its patch has several hunks, which can't be anchored anew\n"
+            "place them in a checkout by hand, and export that"
+        )
+    return lines_of(textwrap.dedent("".join(line[1:] for line in re.findall(r"^\+(?!\+\+ ).*\n", patch, flags=re.MULTILINE))))
+
+
+def is_python(text):
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def hook_place(file, text):
+    """How many lines are above the statement that the hook belongs to."""
+    statements = Source(text).hooks(CONTRACTS[Path(file).stem])
+    if len(statements) != 1:
+        raise Refused(f"{file}: {len(statements)} statements could be what the hook belongs to\n./apply.sh --check says more")
+    return statements[0].lineno - 1
 
 
 def anchored(patch, file, text):
     """`text` with the patch's lines before the statement that the hook belongs to."""
-    (statement,) = Source(text).hooks(CONTRACTS[Path(file).stem])
-    lines = text.splitlines(True)
-    place = statement.lineno - 1
+    place, lines = hook_place(file, text), lines_of(text)
     indent = re.match(r"\s*", lines[place])[0]
-    return "".join([*lines[:place], *(indent + line for line in added_lines(patch)), *lines[place:]])
+    return "".join(
+        [*lines[:place], *(indent + line if line.strip() else line for line in added_block(patch, file)), *lines[place:]]
+    )
 
 
 def show(path, new):
@@ -113,7 +146,7 @@ def show(path, new):
 
 
 def refresh(directory, upstream, files):
-    """New patches, lock and pin for what the checkout has committed: `{path: text}`, and the commit."""
+    """New patches and lock for what the checkout has committed: `{path: text}`, and the commit, if all trainers are at it."""
     checkout, lock, new, broken = Checkout(directory), read_lock(upstream), {}, []
     for file in files:
         path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
@@ -126,19 +159,28 @@ def refresh(directory, upstream, files):
         if found:
             broken += [f"{file}: {one}" for one in found]
             continue
-        moved = "the patch still applies" if patched(text, patch, file) is not None else "the hook is anchored anew"
-        patch = with_change(patch, file, text, anchored(patch, file, text))
-        if patched(text, patch, file) != anchored(patch, file, text):
+        hooked, moved = patched(text, patch, file), "the patch still applies"
+        if hooked is None:
+            hooked, moved = anchored(patch, file, text), "the hook is anchored anew"
+        patch = with_change(patch, file, text, hooked)
+        if patched(text, patch, file) != hooked or not is_python(hooked):
             raise Refused(f"{file}: the new patch doesn't do what it should\nplease report this, with git --version")
         now, before = fingerprints(text, contract, find), lock.get(path.stem, {}).get("symbols", {})
         changed = [name for name in now if now[name] != before.get(name)]
         print(f"  {file:40} {moved}; {'changed: ' + ', '.join(changed) if changed else 'nothing that is relied on changed'}")
         new[path] = patch
         lock[path.stem] = {"commit": checkout.commit, "symbols": now}
+    if not new and not broken:
+        raise Refused("it has none of the trainers committed")
     if broken:
         raise Refused("\n  ".join(["the contract is broken, so nothing was written", *broken]))
     new[lock_file(upstream)] = json.dumps(lock, indent=1) + "\n"
-    return new, checkout.commit
+    folder, names = Path(files[0]).parent, [path.stem for path in (ROOT / "patches" / upstream).glob("*.patch")]
+    here = [name for name in names if checkout.read(f"{folder}/{name}.py")]
+    behind = [name for name in here if lock.get(name, {}).get("commit") != checkout.commit]
+    if behind:
+        print(f"the pin stays where it is: {', '.join(sorted(behind))} aren't refreshed")
+    return new, None if behind else checkout.commit
 
 
 def export(directory, upstream, files):
@@ -146,13 +188,18 @@ def export(directory, upstream, files):
     checkout, new = Checkout(directory), {}
     for file in files:
         path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
-        edited = Path(directory, file).read_bytes().decode()
+        edited, text = Path(directory, file), checkout.trainer(file)
+        edited = edited.read_bytes().decode() if edited.is_file() and text is not None else ""
         if HOOK not in edited:
             raise Refused(f"{file}: it has no hook to export\nrun ./apply.sh on it, edit, then export")
-        patch = with_change(path.read_text(), file, checkout.trainer(file), edited)
-        if any(line.startswith("-") for line in patch.partition("\n+++ ")[2].splitlines() if line != "-- "):
-            raise Refused(f"{file}: it has other changes than added lines\ncommit or stash what isn't JAGG's, then export")
-        new[path] = patch
+        place, before, after = hook_place(file, text), lines_of(text), lines_of(edited)
+        if before != after[:place] + after[place + len(after) - len(before) :]:
+            raise Refused(
+                f"{file}: it has other changes than lines before the statement that the hook belongs to\n"
+                "commit or stash what isn't JAGG's, then export"
+            )
+        new[path] = with_change(path.read_text(), file, text, edited)
+        print(f"  {file:40} {'exported' if new[path] != path.read_text() else 'as in its patch'}")
     return new
 
 
@@ -164,8 +211,12 @@ def main(action, directory, upstream, *files):
         sys.exit(f"apply.sh: {directory}: {reason}")
     for path, text in new.items():
         show(path, text)
+    sys.stdout.flush()
     for path, text in new.items():
-        path.write_text(text)
+        path.with_suffix(".new").write_text(text)
+    for path in new:
+        path.with_suffix(".new").replace(path)
     if commit:
-        git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit)
+        if git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit) is None:
+            sys.exit(f"apply.sh: upstream/pins.ini can't be written: the pin of {upstream} has to be {commit}")
         print(f"upstream/pins.ini: {upstream} is at {commit}")

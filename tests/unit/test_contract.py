@@ -150,6 +150,14 @@ BROKEN = {
         [BACKWARD, f"{BACKWARD}            optimizer.step()\n"],
         "optimizer.step() in the loop over steps",
     ],
+    "gradients clipped in the loop": [
+        [BACKWARD, f"{BACKWARD}            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"],
+        "torch.nn.utils.clip_grad_norm_() in the loop over steps",
+    ],
+    "gradients dropped in the loop": [
+        [BACKWARD, f"            optimizer.zero_grad()\n{BACKWARD}"],
+        "optimizer.zero_grad() in the loop",
+    ],
     "a second pass over the samples": [
         [LOOPS, "    for _ in range(2):\n      for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"],
         "3 loops run between perms and the forward, not 2",
@@ -286,7 +294,15 @@ def test_line_ends_and_tabs_are_no_difference():
         assert differences(changed, replace(DANCEGRPO, hook=())) == []
         assert fingerprints(changed, DANCEGRPO) == expected
     (only,) = differences(text.replace("def flux_step(", "def flux step("), DANCEGRPO)
-    assert str(only).startswith("line 13: ") and "Python can't read the file" in str(only)
+    assert "line 13)" in only.what and only.means == "Python can't read the file"
+    assert differences(b"\xef\xbb\xbf" + text.encode(), replace(DANCEGRPO, hook=())) == []
+    assert differences(b"\xff" + text.encode(), DANCEGRPO)[0].means == "Python can't read the file"
+
+
+def test_the_page_says_how_many_changes_have_been_tried():
+    page = (LOOP.parents[2] / "patches/README.md").read_text()
+    assert f"of {len(HARMLESS)} harmless changes" in page
+    assert f"{len(BROKEN)} changes that would train wrong" in page and f"{len(STOPPED)} that the text doesn't show" in page
 
 
 GUARD = 'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n    args = parser.parse_args()\n    main(args)\n'

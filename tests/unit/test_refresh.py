@@ -24,6 +24,7 @@ from test_apply import (  # noqa: F401, fixtures among them
     snapshot,
     tarball,
     upstream,
+    write_upstream,
 )
 
 FLUX = FILES[0]
@@ -150,6 +151,10 @@ def test_the_hook_takes_the_trainer_s_indentation(checkout, patch_set):  # noqa:
     [
         ("    parse(parser)\n", "0 statements under `if __name__ …` call parser.parse_args or parser.parse_known_args()"),
         (f"{PARSE}    parser.parse_args()\n", "2 statements under"),
+        (
+            "    with open(__file__):\n        parser = argparse.ArgumentParser()\n        args = parser.parse_args()\n",
+            "0 statements under",
+        ),
     ],
 )
 def test_a_hook_without_its_one_place_breaks_the_contract(moved, checkout, patch_set, new, reason):  # noqa: F811
@@ -161,7 +166,7 @@ def test_a_hook_without_its_one_place_breaks_the_contract(moved, checkout, patch
 
 def test_what_cannot_be_pinned_is_refused(checkout, tarball, patch_set):  # noqa: F811
     before = snapshot(patch_set)
-    assert_refused(tarball, "--refresh", says="there is no commit to pin", patch_set=patch_set)
+    assert_refused(tarball, "--refresh", says="it has to be a git clone", patch_set=patch_set)
     (checkout / FLUX).write_bytes((checkout / FLUX).read_text().replace("\n", "\r\n").encode())
     commit_all(checkout)
     assert_refused(checkout, "--refresh", says=[FLUX, "CRLF", "dos2unix"], patch_set=patch_set)
@@ -195,12 +200,49 @@ def test_a_patch_changed_by_hand_is_exported_and_applied(checkout, patch_set):  
     assert (checkout / FLUX).read_text() == edited
 
 
+def test_a_hook_of_several_levels_survives_a_refresh(checkout, patch_set):  # noqa: F811
+    hook = "    if not args:\n        # indented\n\n        import jagg_patch\n    jagg_patch.install(globals(), parser)\n"
+    run_apply(checkout, patch_set=patch_set)
+    edit(checkout / FLUX, HOOKS[PARSE], hook)
+    edited = (checkout / FLUX).read_text()
+    run_apply("--export", "--only", "train_grpo_flux", checkout, patch_set=patch_set)
+    git(checkout, "checkout", "-q", ".")
+    assert "the patch still applies" in run_apply("--refresh", checkout, patch_set=patch_set)
+    run_apply(checkout, patch_set=patch_set)
+    assert (checkout / FLUX).read_text() == edited
+    git(checkout, "checkout", "-q", ".")
+    edit(checkout / FLUX, PARSE, "    if True:\n        args = parser.parse_args()\n")
+    commit_all(checkout)
+    run_apply("--refresh", checkout, patch_set=patch_set)
+    run_apply(checkout, patch_set=patch_set)
+    assert f"{hook}    if True:\n" in (checkout / FLUX).read_text()
+
+
+def test_another_repository_s_commit_is_not_pinned(tmp_path, patch_set):  # noqa: F811
+    outer = tmp_path / "outer"
+    write_upstream(outer / "third party/DanceGRPO")
+    git(outer, "init", "-q")
+    commit_all(outer)
+    before = snapshot(patch_set)
+    assert_refused(outer / "third party/DanceGRPO", "--refresh", says="a folder in another repository", patch_set=patch_set)
+    assert snapshot(patch_set) == before
+
+
+def test_a_part_of_the_trainers_does_not_move_the_pin(checkout, patch_set):  # noqa: F811
+    pins = (patch_set / "upstream/pins.ini").read_text()
+    printed = run_apply("--refresh", "--only", "train_grpo_flux", checkout, patch_set=patch_set)
+    assert "the pin stays where it is: train_grpo_flux_lora, train_grpo_sd aren't refreshed" in printed
+    assert (patch_set / "upstream/pins.ini").read_text() == pins
+    run_apply("--refresh", "--only", "train_grpo_flux_lora", "--only", "train_grpo_sd", checkout, patch_set=patch_set)
+    assert git(checkout, "rev-parse", "HEAD").strip() in (patch_set / "upstream/pins.ini").read_text()
+
+
 def test_what_is_not_a_hook_is_not_exported(checkout, patch_set):  # noqa: F811
     before = snapshot(patch_set)
     assert_refused(checkout, "--export", says=[FLUX, "it has no hook to export"], patch_set=patch_set)
     run_apply(checkout, patch_set=patch_set)
     edit(checkout / FLUX, "default=3", "default=5")
-    assert_refused(checkout, "--export", says=[FLUX, "other changes than added lines"], patch_set=patch_set)
+    assert_refused(checkout, "--export", says=[FLUX, "other changes than lines before the statement"], patch_set=patch_set)
     assert snapshot(patch_set) == before
 
 

@@ -369,6 +369,8 @@ class Source:
             if isinstance(statement, ast.Assign) and variables & _names(statement.value):
                 variables |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
         for call in forwards:
+            if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+                continue  # seen when it runs
             argument = self._argument(call, contract)
             if argument is None:
                 yield Difference(f"{contract.forward}() isn't given {contract.step}", "JAGG reads the step from it")
@@ -381,8 +383,8 @@ class Source:
 
     def _argument(self, call, contract):
         named = [keyword.value for keyword in call.keywords if keyword.arg == contract.step]
-        if named or any(isinstance(argument, ast.Starred) for argument in call.args):
-            return named[0] if named else None
+        if named:
+            return named[0]
         position = contract.step
         if isinstance(position, str):
             arguments = self.defined[contract.forward].args if contract.forward in self.defined else None

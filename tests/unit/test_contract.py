@@ -67,6 +67,7 @@ HARMLESS = {
                 i=step,
 """,
     ],
+    "unpacked arguments": [ARGUMENTS, ARGUMENTS.replace("                args,\n", "                *[args],\n")],
     "a reference forward without gradients": [
         CALL,
         f"            with torch.no_grad(): grpo_one_step(\n{ARGUMENTS}            )\n{CALL}",

@@ -169,9 +169,36 @@ def _plain(node):
     fields = {name: value for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment", "type_params")}
     if isinstance(node, ast.JoinedStr):  # 3.12 adds empty strings
         fields["values"] = [one for one in node.values if not (isinstance(one, ast.Constant) and one.value == "")]
-    if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not isinstance(node, ast.Lambda) and ast.get_docstring(node) is not None:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
     return type(node).__name__, [(name, _plain(value)) for name, value in fields.items() if value not in (None, [])]
+
+
+def calls_in_assignments(tree, variable, method):
+    """The statement, for each call of `….method(…)` in one that assigns to `variable`."""
+    return [
+        statement
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == variable for target in statement.targets)
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Attribute) and node.attr == method
+    ]
+
+
+def not_one(function, found, variable, method):
+    return f"{function}() has {len(found)} calls of {method}() in statements `{variable} = …`, not one"
+
+
+def modules(read, folder):
+    """A `find`, for functions that a trainer in `folder` imports from its checkout; `read` gives a file's text or None."""
+
+    def find(module):
+        path = module.replace(".", "/") + ".py"
+        text = read(path)
+        return read(f"{folder}/{path}") if text is None else text
+
+    return find
 
 
 def _names(node):
@@ -393,17 +420,10 @@ class Source:
         return call.args[position] if position < len(call.args) else None
 
     def _permutation(self, contract, function, steps):
-        found = [
-            statement
-            for statement in ast.walk(function)
-            if isinstance(statement, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == contract.permutation for target in statement.targets)
-            and any(isinstance(node, ast.Attribute) and node.attr == "randperm" for node in ast.walk(statement.value))
-        ]
+        found = calls_in_assignments(function, contract.permutation, "randperm")
         if len(found) != 1:
             yield Difference(
-                f"{contract.loop}() has {len(found)} statements `{contract.permutation} = … randperm()`, not one",
-                "JAGG sorts the steps that it draws",
+                not_one(contract.loop, found, contract.permutation, "randperm"), "JAGG sorts the steps that it draws"
             )
             return
         around = [loop for loop in (steps, *self._around(steps, LOOPS)) if loop not in self._around(found[0], LOOPS)]

@@ -8,7 +8,7 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .contract import differences
+from .contract import calls_in_assignments, differences, not_one
 from .errors import JaggError
 
 
@@ -77,18 +77,9 @@ def call_lines(function, variable, method):
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except OSError:
         raise changed(function.__globals__, f"the source of {function.__name__}() can't be read") from None
-    statements = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == variable for target in node.targets)
-        for part in ast.walk(node.value)
-        if isinstance(part, ast.Attribute) and part.attr == method
-    ]
+    statements = calls_in_assignments(tree, variable, method)
     if len(statements) != 1:
-        raise changed(
-            function.__globals__,
-            f"{function.__name__}() has {len(statements)} calls of {method}() in statements `{variable} = …`, not one",
-        )
+        raise changed(function.__globals__, not_one(function.__name__, statements, variable, method))
     offset = function.__code__.co_firstlineno - 1
     return SourceLines(function.__code__.co_filename, offset + statements[0].lineno, offset + statements[0].end_lineno)
 

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..contract import CONTRACTS, differences, fingerprints
+from ..contract import CONTRACTS, differences, fingerprints, modules
 from ..errors import JaggError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the patch set
@@ -41,24 +41,14 @@ def read_lock(upstream):
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def modules_of(directory, folder):
-    """A function that gives the text of one of the checkout's own modules by its dotted name, or None."""
-
-    def find(module):
-        for place in (directory, directory / folder):
-            path = (place / module.replace(".", "/")).with_suffix(".py")
-            if path.is_file():
-                return path.read_bytes()
-        return None
-
-    return find
-
-
 def examine(directory, file, locked):
     """`(differences, changed)` of a trainer's file: from its contract, and the symbols that aren't as `locked`."""
-    path = Path(directory) / file
-    contract, find = CONTRACTS[path.stem], modules_of(Path(directory), path.parent.relative_to(directory))
-    text = path.read_bytes()  # whose first lines may name the encoding
+
+    def read(file):
+        path = Path(directory, file)
+        return path.read_bytes() if path.is_file() else None  # bytes: the first lines may name the encoding
+
+    contract, find, text = CONTRACTS[Path(file).stem], modules(read, Path(file).parent), read(file)
     found = differences(text, contract, find)
     if found and "Python can't read" in found[0].means:
         return found, []

@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from ..contract import CONTRACTS, Source, differences, fingerprints
+from ..contract import CONTRACTS, Source, differences, fingerprints, modules
 from .doctor import ROOT, lock_file, read_lock
 
 HOOK = "jagg_patch.install(globals()"
@@ -48,16 +48,6 @@ class Checkout:
         if text is not None and HOOK in text:
             raise Refused(f"{file}: the commit has JAGG's hook already\ncheck out the commit of upstream's own that it is on")
         return text
-
-    def find(self, folder):
-        """A function that gives the text of one of the checkout's own modules by its dotted name, or None."""
-
-        def find(module):
-            path = module.replace(".", "/") + ".py"
-            text = self.read(path)
-            return self.read(f"{folder}/{path}") if text is None else text
-
-        return find
 
 
 def patched(text, patch, file):
@@ -150,7 +140,7 @@ def refresh(directory, upstream, files):
     checkout, lock, new, broken = Checkout(directory), read_lock(upstream), {}, []
     for file in files:
         path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
-        patch, contract, find = path.read_text(), CONTRACTS[path.stem], checkout.find(Path(file).parent)
+        patch, contract, find = path.read_text(), CONTRACTS[path.stem], modules(checkout.read, Path(file).parent)
         text = checkout.trainer(file)
         if text is None:
             print(f"  {file:40} not in this checkout: its patch and lock stay")

@@ -17,17 +17,10 @@ from jagg_patch.contract import CONTRACTS, DANCEGRPO, differences, fingerprints
 from jagg_patch.trainers import TRAINERS
 
 FLUX = "train_grpo_flux"
-LOOP = Path(__file__).parent / "loop"
+TEXT = (Path(__file__).parent / f"loop/{FLUX}.py").read_text()
 DEF = "def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i, sigma_schedule):"
 CALL = "            new_log_probs = grpo_one_step(\n"
-ARGUMENTS = """                args,
-                latents[i : i + 1, step],
-                latents[i : i + 1, step + 1],
-                model,
-                timesteps[step : step + 1],
-                step,
-                sigmas,
-"""
+ARGUMENTS = TEXT.partition(CALL)[2].partition("            )\n")[0]
 BACKWARD = "            loss.backward()\n"
 LOOPS = "    for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"
 ROLLOUT = "    rewards, latents, log_probs, sigmas = sample_reference_model(args, model)\n"
@@ -181,7 +174,7 @@ BROKEN = {
     ],
     "the permutation gone": [
         ["            torch.randperm(n)\n", "            torch.arange(n)\n"],
-        "has 0 statements `perms = … randperm()`",
+        "has 0 calls of randperm() in statements `perms = …`",
     ],
     "the rollout twice": [[ROLLOUT, ROLLOUT * 2], "calls sample_reference_model() in 2 places"],
     "a generator": [["    return visited", "    yield visited"], "train_one_step() has become a generator"],
@@ -221,12 +214,11 @@ def load(load_loop, tmp_path, monkeypatch):
         if "in another module" not in change:
             return load_loop(FLUX, *pieces)
         name = "flux_step" if "solver" in change else "grpo_one_step"
-        text, parts = in_another_module((LOOP / f"{FLUX}.py").read_text(), name)
+        text, parts = in_another_module(TEXT, name)
         (tmp_path / "trainer_parts.py").write_text(parts)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "trainer_parts", raising=False)
-        old = (LOOP / f"{FLUX}.py").read_text()
-        return load_loop(FLUX, old, text)
+        return load_loop(FLUX, TEXT, text)
 
     return load_changed
 
@@ -289,19 +281,18 @@ def test_what_skipped_forwards_need_is_asked_for_where_they_are_skipped(load_loo
 
 
 def test_line_ends_and_tabs_are_no_difference():
-    text = (LOOP / f"{FLUX}.py").read_text()
-    expected = fingerprints(text, DANCEGRPO)
-    for changed in (text.replace("\n", "\r\n"), re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), text, flags=re.M)):
+    expected = fingerprints(TEXT, DANCEGRPO)
+    for changed in (TEXT.replace("\n", "\r\n"), re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), TEXT, flags=re.M)):
         assert differences(changed, replace(DANCEGRPO, hook=())) == []
         assert fingerprints(changed, DANCEGRPO) == expected
-    (only,) = differences(text.replace("def flux_step(", "def flux step("), DANCEGRPO)
+    (only,) = differences(TEXT.replace("def flux_step(", "def flux step("), DANCEGRPO)
     assert "line 13)" in only.what and only.means == "Python can't read the file"
-    assert differences(b"\xef\xbb\xbf" + text.encode(), replace(DANCEGRPO, hook=())) == []
-    assert differences(b"\xff" + text.encode(), DANCEGRPO)[0].means == "Python can't read the file"
+    assert differences(b"\xef\xbb\xbf" + TEXT.encode(), replace(DANCEGRPO, hook=())) == []
+    assert differences(b"\xff" + TEXT.encode(), DANCEGRPO)[0].means == "Python can't read the file"
 
 
 def test_the_page_says_how_many_changes_have_been_tried():
-    page = (LOOP.parents[2] / "patches/README.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "patches/README.md").read_text()
     assert f"of {len(HARMLESS)} harmless changes" in page
     assert f"{len(BROKEN)} changes that would train wrong" in page and f"{len(STOPPED)} that the text doesn't show" in page
 
@@ -321,31 +312,25 @@ GUARD = 'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n   
     ],
 )
 def test_the_hook_needs_one_place(old, new, found):
-    text = (LOOP / f"{FLUX}.py").read_text() + "\n\n" + GUARD.replace(old, new)
+    text = TEXT + "\n\n" + GUARD.replace(old, new)
     expected = [] if found is None else [f"{found} statements under `if __name__ …` call"]
     assert [str(one)[: len(expected[0])] for one in differences(text, DANCEGRPO)] == expected
 
 
 def test_a_fingerprint_is_of_the_code_alone():
-    text = (LOOP / f"{FLUX}.py").read_text()
-    before = fingerprints(text, DANCEGRPO)
+    before = fingerprints(TEXT, DANCEGRPO)
     assert set(before) == {"train_one_step", "sample_reference_model", "grpo_one_step", "flux_step", "run_sample_step", "hook"}
-    same = text.replace(DEF, DEF + '\n    """Says what it does."""  # and so on').replace(
-        "visited = []", "visited = list( )".replace("list( )", "[ ]")
-    )
+    same = TEXT.replace(DEF, DEF + '\n    """Says what it does."""  # and so on').replace("visited = []", "visited = [ ]")
     assert fingerprints(same, DANCEGRPO) == before
-    other = text.replace("/ (2 * eta**2)", "/ (3 * eta**2)")
+    other = TEXT.replace("/ (2 * eta**2)", "/ (3 * eta**2)")
     assert {name for name, now in fingerprints(other, DANCEGRPO).items() if now != before[name]} == {"flux_step"}
 
 
 def test_a_function_that_is_imported_is_looked_at_where_it_is(tmp_path):
-    text, parts = in_another_module((LOOP / f"{FLUX}.py").read_text(), "flux_step")
+    text, parts = in_another_module(TEXT, "flux_step")
     contract, modules = replace(DANCEGRPO, hook=()), {"trainer_parts": parts}
     assert differences(text, contract, modules.get) == []
-    assert (
-        fingerprints(text, contract, modules.get)["flux_step"]
-        == fingerprints((LOOP / f"{FLUX}.py").read_text(), contract)["flux_step"]
-    )
+    assert fingerprints(text, contract, modules.get)["flux_step"] == fingerprints(TEXT, contract)["flux_step"]
     modules["trainer_parts"] = parts.replace("model_output", "output")
     (only,) = (one for one in differences(text, contract, modules.get) if one.is_fatal)
     assert only.what == "flux_step() has no parameter model_output any more"

@@ -627,7 +627,7 @@ def test_the_training_step_after_a_failed_one_starts_clean(load):
         ("def grpo_one_step(args, latents, pre_latents, transformer, timesteps, i,", "def grpo_one_step(args, latents, pre_latents, transformer, timesteps, j,", "grpo_one_step.. has no parameter i"),
         ("def sample_reference_model(args,", "def sample_reference_model(options,", "no parameter args"),
         ("def sample_reference_model(", "def roll_out(", "no function sample_reference_model"),
-        ("    perms = torch.stack(", "    orders = torch.stack(", "has 0 statements `perms = … randperm..`"),
+        ("    perms = torch.stack(", "    orders = torch.stack(", "0 calls of randperm.. in statements `perms = …`"),
         ("    perms = torch.stack(", "    perms = torch.randperm(1), torch.stack(", "2 calls of randperm"),
         ("    return visited", "    yield visited", "train_one_step.. has become a generator"),
         ("import torch\n", "import torch as T\nfrom torch import *\n", "torch isn't imported as torch"),

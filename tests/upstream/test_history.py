@@ -8,7 +8,7 @@ from checkouts import DANCEGRPO, FLOW_GRPO, HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
 
 from jagg_patch.commands.refresh import patched
-from jagg_patch.contract import CONTRACTS, differences
+from jagg_patch.contract import CONTRACTS, differences, modules
 
 require_dancegrpo()
 
@@ -59,13 +59,13 @@ def test_the_history_is_there():
 def test_each_version_has_the_right_verdict(upstream, trainer, commit):
     checkout, folder = CHECKOUTS[upstream]
     file = f"{folder}/{trainer}.py"
-    text = git(checkout, "show", f"{commit}:{file}")
 
-    def find(module):
-        return git(checkout, "show", f"{commit}:{module.replace('.', '/')}.py")
+    def read(path):
+        return git(checkout, "show", f"{commit}:{path}")
 
+    text = read(file)
     assert patched(text, (ROOT / "patches" / upstream / f"{trainer}.patch").read_text(), file) is not None
-    found = [one.what for one in differences(text, CONTRACTS[trainer], find) if one.is_fatal]
+    found = [one.what for one in differences(text, CONTRACTS[trainer], modules(read, folder)) if one.is_fatal]
     assert found == BROKEN.get((trainer, commit), [])
 
 

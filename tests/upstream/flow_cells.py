@@ -27,8 +27,8 @@ from skips import comparison, recorded_steps_of_rollouts, refusals
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.contract import CONTRACTS
 from jagg_patch.intercept import ForwardingModule
-from jagg_patch.trainers import TRAINERS
 
 LOOP = Loop(
     step="compute_log_prob",
@@ -126,7 +126,7 @@ def whole_epochs(trainer, evaluate, weights, n_updates):
 
     Yields a list of what ran in between, `(function, start, end)` in seconds, in the order of their ends.
     """
-    rollout = TRAINERS[trainer.__name__].rollout
+    rollout = CONTRACTS[trainer.__name__].rollout
     names = ("eval", rollout, "compute_log_prob")
     functions, events = [getattr(trainer, name) for name in names], []
 

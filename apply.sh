@@ -112,6 +112,26 @@ git_apply() { # options, --, trainers
 
 has_hook() { grep -qsF "$hook" "$dir/$(target_of "$1")"; }
 
+without_margins() { sed 's/^[[:blank:]]*//; s/\r$//'; }
+
+# Where the lines that a trainer's patch adds stand in its file, as sed wants it, however indented and before whatever line;
+# nothing unless they stand there whole, and once.
+hook_lines() {
+  local file lines n first found=()
+  file=$dir/$(target_of "$1")
+  lines=$(sed -n '/^@@/,/^-- $/s/^+//p' "$patches/$1.patch" | without_margins)
+  n=$(wc -l <<<"$lines")
+  while IFS=: read -r first _; do
+    if [ "$(sed -n "$first,$((first + n - 1))p" "$file" | without_margins)" = "$lines" ]; then found+=("$first,$((first + n - 1))"); fi
+  done < <(grep -nF -e "$(head -n 1 <<<"$lines")" "$file")
+  if [ ${#found[@]} -eq 1 ] && [ "$(grep -cF "$hook" "$file")" -eq 1 ]; then echo "${found[0]}"; fi
+}
+
+take_out() { # of trainers that are `applied`
+  local name
+  for name in "$@"; do sed -i "$(hook_lines "$name")d" "$dir/$(target_of "$name")"; done
+}
+
 any_hook() { # of any trainer, selected or not
   local name
   for name in $(all_trainers); do
@@ -130,8 +150,10 @@ state_of() {
     echo "the file is missing"
   elif [ -L "$dir/$file" ] || [ -L "$dir/${module%/*}" ]; then
     echo "a symbolic link, which git does not patch; put the file itself there, or name the folder that it is in"
+  elif grep -qE '^(<<<<<<<|>>>>>>>) ' "$dir/$file"; then
+    echo "git has left a conflict in it; resolve that first (git status)"
   elif has_hook "$1"; then
-    if git_apply --check --reverse -- "$1" 2>/dev/null; then echo applied; else
+    if [ -n "$(hook_lines "$1")" ]; then echo applied; else
       echo "the hook is there but was edited, or is another version's; restore the file (git checkout -- $file), or reverse it with the version that put it there"
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
@@ -165,7 +187,7 @@ examine() { # the contracts of the trainers that are there: into verdict, and in
   fi
   said=$(in_python doctor "$dir" "$upstream" "${files[@]}") || die 1 "$dir: its contracts can't be checked (the reason stands above)"
   while IFS=$'\t' read -r name is text; do
-    case $is in holds | broken) ;; *) continue ;; esac # what else a Python may print
+    case $is in holds | broken | unknown) ;; *) continue ;; esac # what else a Python may print
     verdict[$name]=$is
     differs[$name]+=${differs[$name]:+$'\n'}$text
   done <<<"$said"
@@ -389,7 +411,7 @@ check_row() { # of the table: a trainer, its patch, its contract, what there is 
     applied | ready) ;;
     *) says=$patch${says:+$'\n'$says} patch=refused status=1 ;;
   esac
-  if [ "$contract" = broken ]; then status=1; fi
+  case ${verdict[$1]:-} in broken | unknown) status=1 ;; esac
   while IFS= read -r line; do
     if [ -n "$first" ]; then
       printf '  %-40s %-8s %-9s %s\n' "$(target_of "$1")" "$patch" "$contract" "$line"
@@ -421,7 +443,7 @@ may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, o
   loose=()
   examine
   for name in "${trainers[@]}"; do
-    if [ "${verdict[$name]:-}" = broken ]; then state[$name]="the contract is broken: ${differs[$name]//$'\n'/; }"; fi
+    case ${verdict[$name]:-} in broken | unknown) state[$name]="the contract is ${verdict[$name]}: ${differs[$name]//$'\n'/; }" ;; esac
   done
   if ! report "" >/dev/null; then
     report "not applied" >&2 || true
@@ -448,7 +470,7 @@ do_apply() {
   if [ -z "$commit" ]; then
     if [ ${#todo[@]} -gt 0 ]; then git_apply -- "${todo[@]}"; fi
   else
-    if [ ${#loose[@]} -gt 0 ]; then git_apply --reverse -- "${loose[@]}"; fi
+    take_out "${loose[@]}"
     require_unedited "${loose[@]}"
     for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
     head=$(git -C "$dir" rev-parse HEAD)
@@ -477,7 +499,9 @@ may_reverse() { # refuse, or tell what is to be done: take out of the trainers `
   local name
   were_committed=()
   for name in "${trainers[@]}"; do
-    if has_hook "$name" && [ "${state[$name]}" != applied ]; then die 1 "$dir/$(target_of "$name"): ${state[$name]}"; fi
+    if has_hook "$name" && [ "${state[$name]}" != applied ]; then
+      die 1 "$dir/$(target_of "$name"): ${state[$name]}" "nothing was changed; to leave it out, name the others with --only"
+    fi
   done
   mapfile -t applied < <(in_state applied)
   for name in "${applied[@]}"; do
@@ -495,7 +519,7 @@ do_reverse() {
   local applied were_committed name files=()
   may_reverse
   begin
-  if [ ${#applied[@]} -gt 0 ]; then git_apply --reverse -- "${applied[@]}"; fi
+  take_out "${applied[@]}"
   keep_modes "${applied[@]}"
   if [ -n "$commit" ] && [ ${#were_committed[@]} -gt 0 ]; then
     for name in "${were_committed[@]}"; do files+=("$(target_of "$name")"); done

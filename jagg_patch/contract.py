@@ -5,14 +5,20 @@ The standard library alone, so that apply.sh can ask any Python 3.
 
 import ast
 import hashlib
+import platform
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
+from .dataflow import COMPREHENSIONS, TRIES, affected, carried, targets, uses
+
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-WITHOUT_GRADIENT = ("no_grad", "inference_mode")
-USES_GRADIENTS = ("clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad")
+MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, *TRIES, *COMPREHENSIONS)
+WITHOUT_GRADIENT = ("no_grad", "inference_mode", "set_grad_enabled(False)")
+USES_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad")
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,15 @@ CONTRACTS = {
 
 
 class Difference(NamedTuple):
-    """`what` differs from the contract, and what that `means`. Not `is_fatal`: for skipped forwards alone."""
+    """`what` differs from the contract, and what that `means`.
+
+    Not `is_fatal`: for skipped forwards alone. Not `is_readable`: to this Python, and nothing is known of the contract.
+    """
 
     what: str
     means: str
     is_fatal: bool = True
+    is_readable: bool = True
 
     def __str__(self):
         return f"{self.what}: {self.means}"
@@ -128,9 +138,13 @@ def differences(text, contract, find=lambda module: None):
         find: gives the text of a module by its dotted name, or None; for functions that the trainer imports.
     """
     try:
-        source = Source(text, find)
-    except (SyntaxError, ValueError) as error:
-        return [Difference(str(error), "Python can't read the file")]
+        return _differences(Source(text, find), contract)
+    except UNREADABLE as error:
+        means = f"Python {platform.python_version()} can't read it; is it whole, and does it train with a newer one?"
+        return [Difference(str(error), means, is_readable=False)]
+
+
+def _differences(source, contract):
     found = [*source.functions(contract.parameters, contract), *source.hook(contract)]
     found += [
         Difference(one.what, f"{one.means} where forwards are skipped (JAGG_SKIP_FORWARDS)", is_fatal=False)
@@ -179,8 +193,9 @@ def calls_in_assignments(tree, variable, method):
     return [
         statement
         for statement in ast.walk(tree)
-        if isinstance(statement, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == variable for target in statement.targets)
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None
+        for target in getattr(statement, "targets", None) or [statement.target]
+        if isinstance(target, ast.Name) and target.id == variable
         for node in ast.walk(statement.value)
         if isinstance(node, ast.Attribute) and node.attr == method
     ]
@@ -216,17 +231,22 @@ class Source:
         self._tree, self._find = ast.parse(text), find
         self._parents = {child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
         scopes = (*FUNCTIONS, ast.ClassDef)
-        self.defined = {
-            node.name: node
-            for node in ast.walk(self._tree)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not self._around(node, scopes)
-        }
+        globals_ = [node for node in ast.walk(self._tree) if not self._around(node, scopes)]
+        definitions = [node for node in globals_ if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self.defined = {node.name: node for node in definitions}
         self._imported = {
             alias.asname or alias.name: (node.module or "", alias.name)
-            for node in ast.walk(self._tree)
-            if isinstance(node, ast.ImportFrom) and not self._around(node, scopes)
+            for node in globals_
+            if isinstance(node, ast.ImportFrom) and not node.level
             for alias in node.names
         }
+        relative = [alias for node in globals_ if isinstance(node, ast.ImportFrom) and node.level for alias in node.names]
+        self._bindings = Counter(
+            [node.name for node in definitions]
+            + [*self._imported]
+            + [alias.asname or alias.name for alias in relative]
+            + [node.id for node in globals_ if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        )
 
     def _around(self, node, kinds):
         """The nodes of `kinds` that hold `node`, innermost first."""
@@ -245,16 +265,23 @@ class Source:
         text = self._find(module) if module else None
         try:
             return Source(text).definition(original) if text is not None else None
-        except (SyntaxError, ValueError):
+        except UNREADABLE:
             return None
 
     def functions(self, parameters, contract):
         for name, wanted in parameters.items():
-            if name not in self.defined and name not in self._imported:
-                yield Difference(f"there is no function {name}()", "JAGG has nothing to wrap")
+            is_read = name in (contract.loop, contract.forward)
+            if not self._bindings[name]:
+                if is_read or not self._bindings["*"]:
+                    yield Difference(f"there is no function {name}()", "JAGG has nothing to wrap")
                 continue
-            if name not in self.defined and name in (contract.loop, contract.forward):
-                module, _ = self._imported[name]
+            if is_read and self._bindings[name] > 1:
+                yield Difference(
+                    f"{name} is defined or assigned in {self._bindings[name]} places",
+                    "JAGG would read one, and train with another",
+                )
+            if is_read and name not in self.defined:
+                module, _ = self._imported.get(name, ("elsewhere", None))
                 yield Difference(f"{name}() comes from {module} now", "JAGG wraps this file's names, and it uses that one's")
             definition = self.definition(name)
             if definition is None:
@@ -293,12 +320,16 @@ class Source:
         ]
 
     def hook(self, contract):
-        found = len(self.hooks(contract))
-        if contract.hook and found != 1:
+        found = self.hooks(contract)
+        if contract.hook and len(found) != 1:
             yield Difference(
-                f"{found} statements under `if __name__ …` call {' or '.join(contract.hook)}()",
+                f"{len(found)} statements under `if __name__ …` call {' or '.join(contract.hook)}()",
                 "the hook goes before the one that does",
             )
+        for node in ast.walk(self._tree):
+            if len(found) == 1 and isinstance(node, ast.Call) and ast.unparse(node.func) == "jagg_patch.install":
+                if node.lineno > found[0].lineno:
+                    yield Difference(f"line {node.lineno}: the hook comes after {contract.hook[0]}()", "JAGG would never start")
 
     def _calls(self, function, name):
         """Calls by `name`, or by a name with `name` as an argument, in `function` itself where gradients are recorded."""
@@ -321,14 +352,26 @@ class Source:
         return any(not self._are_alternatives(*pair) for pair in combinations(nodes, 2))
 
     def _are_alternatives(self, one, other):
-        """Whether they stand in different branches of an `if`."""
-        for branch in self._around(one, ast.If):
-            if branch in self._around(other, ast.If):
-                sides = [
-                    any(node is inner for statement in branch.body for inner in ast.walk(statement)) for node in (one, other)
-                ]
-                return sides[0] != sides[1]
-        return False
+        """Whether they stand in different branches, or one in a branch that leaves the function before the other."""
+        first, second = sorted((one, other), key=lambda node: (node.lineno, node.col_offset))
+        of_first, of_second = ([node, *self._around(node, ast.AST)] for node in (first, second))
+        below = [node for node in of_first if node not in of_second]
+        if not below or first in of_second or second in of_first:
+            return False
+        for node in below:
+            parent = self._parents[node]
+            body = getattr(parent, "body", None)
+            if isinstance(parent, (ast.If, ast.match_case)) and parent in below and isinstance(body, list):
+                branch = body if node in body else getattr(parent, "orelse", [])
+                if node in branch and isinstance(branch[-1], (ast.Return, ast.Raise)):
+                    return True
+        fork = self._parents[below[-1]]
+        sides = below[-1], next(node for node in of_second if self._parents.get(node) is fork)
+        if isinstance(fork, ast.Match):
+            return True
+        if isinstance(fork, ast.IfExp):
+            return fork.test not in sides
+        return isinstance(fork, ast.If) and any((sides[0] in part) != (sides[1] in part) for part in (fork.body, fork.orelse))
 
     def solver(self, contract):
         calls = self._calls(self.defined[contract.forward], contract.solver)
@@ -352,16 +395,22 @@ class Source:
             return
         yield from self._backward(contract, function, steps, forwards)
         yield from self._selection(contract, steps, forwards)
+        yield from self._samples(function, steps)
         if contract.permutation:
             yield from self._permutation(contract, function, steps)
+            yield from self._order(contract, function, steps)
         yield from self._rollout(contract, function, steps)
 
-    def _backward(self, contract, function, steps, forwards):
-        backwards = [
+    @staticmethod
+    def _backwards(tree):
+        return [
             node
-            for node in ast.walk(function)
+            for node in ast.walk(tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
         ]
+
+    def _backward(self, contract, function, steps, forwards):
+        backwards = self._backwards(function)
         mine = [node for node in backwards if self._around(node, (*LOOPS, *FUNCTIONS))[0] is steps]
         loop = f"the loop over steps (line {steps.lineno})"
         if not mine:
@@ -373,7 +422,7 @@ class Source:
             yield Difference(f"there are {len(mine)} calls of backward() in {loop}", "JAGG takes one gradient a step")
         elif mine[0].lineno < max(call.lineno for call in forwards):
             yield Difference(f"backward() comes before the forward in {loop}", "a step's loss would meet another step's graph")
-        elif any(steps in self._around(branch, LOOPS) for branch in self._around(mine[0], (ast.If, ast.Try))):
+        elif any(steps in self._around(branch, LOOPS) for node in mine for branch in self._around(node, MAY_NOT_RUN)):
             yield Difference(f"backward() is conditional in {loop}", "a step without it would leave a group open")
         for node in backwards:
             if node not in mine:
@@ -383,11 +432,14 @@ class Source:
         for node in ast.walk(steps):
             if isinstance(node, (ast.Continue, ast.Break)) and self._around(node, LOOPS)[0] is steps:
                 yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
-            if not contract.steps_optimizer and isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                if called == "optimizer.step" or called.rpartition(".")[2] in USES_GRADIENTS:
+            if isinstance(node, ast.Attribute) and (node.attr in USES_GRADIENTS or ast.unparse(node) == "optimizer.step"):
+                # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
+                knows = node.attr in ("step", "zero_grad") or any(
+                    steps in self._around(i, LOOPS) for i in self._around(node, ast.If)
+                )
+                if not (contract.steps_optimizer and knows):
                     yield Difference(
-                        f"line {node.lineno}: {called}() in {loop}", "a group's gradients aren't there before its end"
+                        f"line {node.lineno}: {ast.unparse(node)} in {loop}", "a group's gradients aren't there before its end"
                     )
 
     def _selection(self, contract, steps, forwards):
@@ -432,6 +484,35 @@ class Source:
                 f"{len(around)} loops run between {contract.permutation} and the forward, not {contract.permuted_loops}",
                 "the plan is for one pass over the samples, each with the steps in its order",
             )
+
+    def _samples(self, function, steps):
+        samples = {name for loop in self._around(steps, LOOPS) if isinstance(loop, ast.For) for name in targets(loop.target)}
+        for node in ast.walk(steps):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in samples:
+                yield Difference(
+                    f"line {node.lineno}: {node.id} changes in the loop over steps (line {steps.lineno})",
+                    "its steps would be of several samples, and a group is one's",
+                )
+
+    def _order(self, contract, function, steps):
+        """JAGG visits the drawn steps in another order, so a loss may depend on the step, but not on its place."""
+        permuted = affected(function, {contract.permutation})
+        places = steps.target
+        if "enumerate" in {node.id for node in ast.walk(steps.iter) if isinstance(node, ast.Name)}:
+            places = steps.target.elts[0] if isinstance(steps.target, ast.Tuple) else steps.target
+        elif not any(isinstance(node, ast.Name) and node.id == "range" for node in ast.walk(steps.iter)):
+            places = None  # the steps themselves
+        losses = [part for node in self._backwards(steps) for part in (node.func.value, *node.args)]
+        for seeds, means in (
+            (targets(places) if places is not None else set(), "the step's place in the loop"),
+            (carried(steps), "what the steps before left"),
+        ):
+            for name in sorted(seeds):
+                names = affected(steps, {name}, permuted)
+                if any(uses(loss, names, permuted) for loss in losses):
+                    yield Difference(
+                        f"the loss depends on {name}, {means} (line {steps.lineno})", "JAGG visits the steps in another order"
+                    )
 
     def _rollout(self, contract, function, steps):
         calls = [

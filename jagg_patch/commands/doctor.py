@@ -50,14 +50,14 @@ def examine(directory, file, locked):
 
     contract, find, text = CONTRACTS[Path(file).stem], modules(read, Path(file).parent), read(file)
     found = differences(text, contract, find)
-    if found and "Python can't read" in found[0].means:
+    if not all(one.is_readable for one in found):
         return found, []
     now = fingerprints(text, contract, find)
     return found, [name for name in now if now[name] != locked.get(name)]
 
 
 def main(directory, upstream, *files):
-    """For apply.sh: lines of a trainer's name, `broken` or `holds`, and what there is to say, with tabs between."""
+    """For apply.sh: lines of a trainer's name, `holds`, `broken` or `unknown`, and what there is to say, with tabs between."""
     lock = read_lock(upstream)
     for file in files:
         name = Path(file).stem
@@ -65,7 +65,7 @@ def main(directory, upstream, *files):
         found, changed = examine(directory, file, locked["symbols"])
         fatal = [one for one in found if one.is_fatal]
         for one in fatal:
-            print(name, "broken", one, sep="\t")
+            print(name, "broken" if one.is_readable else "unknown", one, sep="\t")
         if not fatal:
             said = [f"changed since {locked['commit'][:12]}: {', '.join(changed)}"] if changed else []
             print(name, "holds", "; ".join([*said, *map(str, found)]), sep="\t")

@@ -58,6 +58,7 @@ def grpo_one_step(latents, pre_latents, transformer, timesteps, i, sigma_schedul
 def train_one_step(args):
     samples = sample_reference_model(args)
     perms = torch.stack([torch.randperm(9) for _ in samples])
+    samples = in_order(samples, perms)
     for n, x in enumerate(samples):
         for j in range(9):
             loss = grpo_one_step(x["latents"][:, j], x["next"][:, j], args.model, x["timesteps"][:, j], perms[n][j], x["sigmas"])
@@ -88,9 +89,10 @@ LOOP_IN_MAIN = '''\
     if not argv:
         samples = wan_pipeline_with_logprob() + pipeline_with_logprob(None)
         perms = torch.stack([torch.randperm(9) for _ in samples])
+        samples = in_order(samples, perms)
         for sample in samples:
             for j in range(9):
-                loss = compute_log_prob(model, sample, j) + unet(sample["latents"][:, j], sample["timesteps"][:, j])
+                loss = compute_log_prob(model, sample, perms[0][j]) + unet(sample["latents"][:, j], sample["timesteps"][:, j])
                 accelerator.backward(loss)
                 optimizer.step()
 '''

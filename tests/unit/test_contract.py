@@ -25,6 +25,7 @@ BACKWARD = "            loss.backward()\n"
 LOOPS = "    for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"
 ROLLOUT = "    rewards, latents, log_probs, sigmas = sample_reference_model(args, model)\n"
 SOLVE = "    return flux_step(velocity, latents,"
+SOLVED = next(line for line in TEXT.splitlines(True) if line.startswith(SOLVE))
 STEP = "        if (i + 1) % args.gradient_accumulation_steps == 0:\n            optimizer.step()\n"
 
 # The gradient stays what it was.
@@ -67,12 +68,40 @@ HARMLESS = {
     ],
     "one branch or the other": [
         f"{CALL}{ARGUMENTS}            )\n",
-        "            if j % 2:\n"
+        "            if step % 2:\n"
         f"    {CALL}{ARGUMENTS}                )\n            else:\n    {CALL}{ARGUMENTS}                )\n",
     ],
     "backward with arguments": [BACKWARD, BACKWARD.replace("()", "(retain_graph=False)")],
     "samples enumerated": [LOOPS, LOOPS.replace("for i in range(args.n_samples)", "for i, _ in enumerate(latents)")],
     "the solver step in another module": [],
+    "the solver step in another module, by a star": [],
+    "the solver step assigned": [
+        "def grpo_one_step(",
+        "flux_step = (lambda function: function)(flux_step)\n\n\ndef grpo_one_step(",
+    ],
+    "an early return": [SOLVE, f"    if args.eta < 0:\n{SOLVED.replace('    ret', '        ret')}{SOLVE}"],
+    "one expression or the other": [SOLVED, f"{SOLVED[:-1]} if args.eta < 0 else {SOLVED[11:]}"],
+    "one case or the other": [
+        SOLVED,
+        "    match args.eta < 0:\n        case True:\n"
+        f"            {SOLVED.strip()}\n        case False:\n            {SOLVED.strip()}\n",
+    ],
+    "an annotated permutation": ["    perms = ", "    perms: torch.Tensor = "],
+    "a reference forward with gradients switched off": [
+        CALL,
+        f"            with torch.set_grad_enabled(False): grpo_one_step(\n{ARGUMENTS}            )\n{CALL}",
+    ],
+    "the place and a total, for the log": [
+        LOOPS,
+        f"    total = 0\n{LOOPS}",
+        BACKWARD,
+        f"{BACKWARD}            total += loss.item()\n            if j % 10 == 9: print(j, total)\n",
+    ],
+    "a condition of several branches": [
+        BACKWARD,
+        "            try: scale = 1.0\n            except ValueError: scale = 2.0\n"
+        f"            with torch.enable_grad(): loss = loss * scale\n{BACKWARD}",
+    ],
     "the rollout in another function": [
         ROLLOUT,
         ROLLOUT.replace("sample_reference_model(args, model)", "sample_reference_model(model=model, args=args)"),
@@ -142,15 +171,92 @@ BROKEN = {
     "steps left out": [[CALL, f"            if j == 3: continue\n{CALL}"], "may leave steps out"],
     "the optimizer in the loop": [
         [BACKWARD, f"{BACKWARD}            optimizer.step()\n"],
-        "optimizer.step() in the loop over steps",
+        "optimizer.step in the loop over steps",
     ],
     "gradients clipped in the loop": [
         [BACKWARD, f"{BACKWARD}            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"],
-        "torch.nn.utils.clip_grad_norm_() in the loop over steps",
+        "torch.nn.utils.clip_grad_norm_ in the loop over steps",
     ],
     "gradients dropped in the loop": [
         [BACKWARD, f"            optimizer.zero_grad()\n{BACKWARD}"],
-        "optimizer.zero_grad() in the loop",
+        "optimizer.zero_grad in the loop",
+    ],
+    "gradients looked at in the loop": [
+        [BACKWARD, f"{BACKWARD}            if next(model.parameters()).grad.abs().max() > 1: print('large')\n"],
+        "next(model.parameters()).grad in the loop",
+    ],
+    "a loss that grows with the place": [
+        [BACKWARD, f"            loss = loss * (1 + j)\n{BACKWARD}"],
+        "depends on j, the step's place",
+    ],
+    "a loss weighted by the place": [
+        [
+            LOOPS,
+            f"    weights = torch.linspace(0, 1, len(perms[0]))\n{LOOPS}",
+            BACKWARD,
+            f"            loss = loss * weights[j]\n{BACKWARD}",
+        ],
+        "depends on j, the step's place",
+    ],
+    "another loss at the first place": [
+        [BACKWARD, f"            if j == 0:\n                loss = 2 * loss\n{BACKWARD}"],
+        "depends on j, the step's place",
+    ],
+    "the step drawn before": [
+        [BACKWARD, f"            loss = loss * perms[i][j - 1]\n{BACKWARD}"],
+        "depends on j, the step's place",
+    ],
+    "a running mean": [
+        [
+            LOOPS,
+            f"    mean = 1.0\n{LOOPS}",
+            BACKWARD,
+            f"            mean = 0.9 * mean + loss.item()\n            loss = loss / mean\n{BACKWARD}",
+        ],
+        "depends on mean, what the steps before left",
+    ],
+    "a count": [
+        [LOOPS, f"    count = 0\n{LOOPS}", BACKWARD, f"            count += 1\n            (loss * count).backward()\n"],
+        "depends on count, what the steps before left",
+    ],
+    "a list of the losses before": [
+        [
+            LOOPS,
+            f"    before = []\n{LOOPS}",
+            BACKWARD,
+            f"            before.append(loss.item())\n            loss = loss / before[0]\n{BACKWARD}",
+        ],
+        "depends on before, what the steps before left",
+    ],
+    "what a condition left": [
+        [
+            BACKWARD,
+            f"            if step == 3:\n                scale = loss.item()\n            loss = loss / scale\n{BACKWARD}",
+        ],
+        "depends on scale, what the steps before left",
+    ],
+    "another sample at each step": [
+        [CALL, f"            i = (i + 1) % args.n_samples\n{CALL}"],
+        "i changes in the loop over steps",
+    ],
+    "the backward after an and": [
+        [BACKWARD, "            len(loss.shape) == 0 and loss.backward()\n"],
+        "backward() is conditional",
+    ],
+    "the backward in a case": [
+        [BACKWARD, f"            match 0:\n                case 0:\n        {BACKWARD}"],
+        "backward() is conditional",
+    ],
+    "two definitions": [
+        [DEF, f"if False:\n    def grpo_one_step(): pass\n\n\n{DEF}"],
+        "grpo_one_step is defined or assigned in 2 places",
+    ],
+    "a definition replaced": [
+        [
+            "def train_one_step(",
+            "def train_one_step(*args):\n    return one_step(*args)\n\n\ntrain_one_step = train_one_step\n\n\ndef one_step(",
+        ],
+        "train_one_step is defined or assigned in 2 places",
     ],
     "a second pass over the samples": [
         [LOOPS, "    for _ in range(2):\n      for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"],
@@ -194,15 +300,15 @@ STOPPED = {
 }
 
 
-def in_another_module(text, name):
-    """The text of the loop, and of a module that has the function `name` of it."""
+def in_another_module(text, name, imported):
+    """The text of the loop, and of a module that has the function `name` of it, of which `imported` is imported."""
     tree = ast.parse(text)
     (definition,) = (node for node in tree.body if getattr(node, "name", None) == name)
     lines = text.splitlines(True)
     moved = lines[definition.lineno - 1 : definition.end_lineno]
     rest = lines[: definition.lineno - 1] + lines[definition.end_lineno :]
     return "".join(rest).replace(
-        "import torch\n", f"import torch\nfrom trainer_parts import {name}\n"
+        "import torch\n", f"import torch\nfrom trainer_parts import {imported}\n"
     ), "import torch\n\n\n" + "".join(moved)
 
 
@@ -214,7 +320,7 @@ def load(load_loop, tmp_path, monkeypatch):
         if "in another module" not in change:
             return load_loop(FLUX, *pieces)
         name = "flux_step" if "solver" in change else "grpo_one_step"
-        text, parts = in_another_module(TEXT, name)
+        text, parts = in_another_module(TEXT, name, "*" if "star" in change else name)
         (tmp_path / "trainer_parts.py").write_text(parts)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "trainer_parts", raising=False)
@@ -286,9 +392,10 @@ def test_line_ends_and_tabs_are_no_difference():
         assert differences(changed, replace(DANCEGRPO, hook=())) == []
         assert fingerprints(changed, DANCEGRPO) == expected
     (only,) = differences(TEXT.replace("def flux_step(", "def flux step("), DANCEGRPO)
-    assert "line 13)" in only.what and only.means == "Python can't read the file"
+    assert "line 13)" in only.what and "can't read it" in only.means and not only.is_readable
     assert differences(b"\xef\xbb\xbf" + TEXT.encode(), replace(DANCEGRPO, hook=())) == []
-    assert differences(b"\xff" + TEXT.encode(), DANCEGRPO)[0].means == "Python can't read the file"
+    for unreadable in (b"\xff" + TEXT.encode(), TEXT + "x = " + "-" * 100_000 + "1\n"):
+        assert not differences(unreadable, DANCEGRPO)[0].is_readable
 
 
 def test_the_page_says_how_many_changes_have_been_tried():
@@ -327,7 +434,7 @@ def test_a_fingerprint_is_of_the_code_alone():
 
 
 def test_a_function_that_is_imported_is_looked_at_where_it_is(tmp_path):
-    text, parts = in_another_module(TEXT, "flux_step")
+    text, parts = in_another_module(TEXT, "flux_step", "flux_step")
     contract, modules = replace(DANCEGRPO, hook=()), {"trainer_parts": parts}
     assert differences(text, contract, modules.get) == []
     assert fingerprints(text, contract, modules.get)["flux_step"] == fingerprints(TEXT, contract)["flux_step"]
@@ -344,10 +451,13 @@ def test_every_adapter_has_its_contract():
 
 def test_the_contract_needs_the_standard_library_alone():
     """apply.sh checks it with any Python, so nothing may be imported with it."""
-    script = "import sys; before = set(sys.modules); import contract; print(*sorted(set(sys.modules) - before))"
-    path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "jagg_patch")}
-    done = subprocess.run([sys.executable, "-S", "-c", script], env=os.environ | path, capture_output=True, text=True, check=True)
-    assert {name.partition(".")[0] for name in done.stdout.split()} - {"contract"} <= sys.stdlib_module_names
+    script = (
+        "import sys, types; package = sys.modules['p'] = types.ModuleType('p'); package.__path__ = [sys.argv[1]]\n"
+        "before = set(sys.modules); import p.contract; print(*sorted(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-S", "-c", script, Path(__file__).resolve().parents[2] / "jagg_patch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()} - {"p"} <= sys.stdlib_module_names
 
 
 def test_the_model_of_the_tests_has_gradients_that_differ_by_step(load_loop):

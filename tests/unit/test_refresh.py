@@ -135,6 +135,48 @@ def test_the_hook_is_anchored_anew(moved, checkout, patch_set, new, hook):  # no
     assert (checkout / FLUX).read_text() == text
 
 
+@pytest.mark.parametrize("commit", [[], ["--commit"]], ids=["plain", "commit"])
+@pytest.mark.parametrize(
+    "new", ["    args, rest = parser.parse_known_args()\n", "    if True:\n        args = parser.parse_args()\n"]
+)
+def test_a_hook_that_was_anchored_elsewhere_is_still_ours(moved, checkout, tmp_path, patch_set, new, commit):  # noqa: F811
+    """The patch set has moved on, and a checkout hasn't."""
+    before = (checkout / FLUX).read_text()
+    other = tmp_path / "other"
+    git(tmp_path, "clone", "-q", checkout, other)
+    run_apply(*commit, other, patch_set=patch_set)
+    hooked = (other / FLUX).read_text()
+    moved(PARSE, new)
+    run_apply("--refresh", checkout, patch_set=patch_set)
+    assert row(run_apply("--check", other, patch_set=patch_set))[:2] == ("applied", "holds")
+    run_apply(*commit, other, patch_set=patch_set)
+    assert (other / FLUX).read_text() == hooked
+    run_apply("--reverse", *commit, other, patch_set=patch_set)
+    assert (other / FLUX).read_text() == before and git(other, "status", "--porcelain") == ""
+
+
+def test_a_conflict_is_named(checkout):  # noqa: F811
+    run_apply(checkout)
+    edit(checkout / FLUX, HOOKS[PARSE], f"<<<<<<< upstream\n=======\n{HOOKS[PARSE]}>>>>>>> ours\n")
+    printed = assert_refused(checkout, "--check", says="git has left a conflict in it")
+    assert row(printed)[:2] == ("refused", "unknown") and "can't read it" in row(printed)[2][1]
+    assert_refused(checkout, "--reverse", says=[FLUX, "git has left a conflict in it", "--only"])
+    assert "taken out of 1 trainer(s)" in run_apply("--reverse", "--only", "train_grpo_sd", checkout)
+
+
+def test_what_this_python_cannot_read_is_unknown_and_not_patched(checkout):  # noqa: F811
+    edit(checkout / FLUX, PARSE, f"    a syntax of the future\n{PARSE}")
+    patch, contract, says = row(assert_refused(checkout, "--check", says="a trainer can't be patched"))
+    assert (patch, contract) == ("ready", "unknown") and "does it train with a newer one?" in says[0]
+    assert_refused(checkout, says=[f"{FLUX} ", "refused: the contract is unknown: invalid syntax", "can't read it"])
+
+
+def test_a_hook_that_would_come_too_late_is_found(checkout):  # noqa: F811
+    run_apply(checkout)
+    edit(checkout / FLUX, f"{HOOKS[PARSE]}{PARSE}", f"{PARSE}{HOOKS[PARSE]}")
+    assert_refused(checkout, "--check", says=["the hook comes after parser.parse_args(): JAGG would never start"])
+
+
 def test_the_hook_takes_the_trainer_s_indentation(checkout, patch_set):  # noqa: F811
     text = (checkout / FLUX).read_text().replace("    ", "\t")
     (checkout / FLUX).write_text(text)

@@ -326,6 +326,19 @@ class Source:
                 f"{len(found)} statements under `if __name__ …` call {' or '.join(contract.hook)}()",
                 "the hook goes before the one that does",
             )
+        loop = self.defined.get(contract.loop)
+        if (
+            contract.hook
+            and loop is not None
+            and not any(
+                isinstance(node, ast.Name)
+                and node.id == contract.loop
+                and isinstance(node.ctx, ast.Load)
+                and loop not in self._around(node, FUNCTIONS)
+                for node in ast.walk(self._tree)
+            )
+        ):
+            yield Difference(f"nothing calls {contract.loop}()", "JAGG would never see a step")
         for node in ast.walk(self._tree):
             if len(found) == 1 and isinstance(node, ast.Call) and ast.unparse(node.func) == "jagg_patch.install":
                 if node.lineno > found[0].lineno:

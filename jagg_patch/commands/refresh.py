@@ -210,3 +210,5 @@ def main(action, directory, upstream, *files):
         if git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit) is None:
             sys.exit(f"apply.sh: upstream/pins.ini can't be written: the pin of {upstream} has to be {commit}")
         print(f"upstream/pins.ini: {upstream} is at {commit}")
+        if not git(directory, "branch", "--remotes", "--contains", commit):
+            print("  which is on no remote branch there: has upstream published it? Others clone the pin")

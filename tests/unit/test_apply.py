@@ -38,7 +38,7 @@ HOOKS = {
 }
 GUARD = 'if __name__ == "__main__":\n'
 # What the contracts ask for; nothing of it runs.
-PARSING_LOOP = '''
+PARSING_LOOP = """
 def flux_step(model_output, latents, prev_sample):
     return model_output
 
@@ -64,8 +64,8 @@ def train_one_step(args):
             loss = grpo_one_step(x["latents"][:, j], x["next"][:, j], args.model, x["timesteps"][:, j], perms[n][j], x["sigmas"])
             loss.backward()
         optimizer.step()
-'''
-RUN_LOOP = '''
+"""
+RUN_LOOP = """
 def sde_step_with_logprob(model_output, sample, prev_sample):
     return model_output
 
@@ -84,8 +84,8 @@ def init_distributed():
 
 def compute_log_prob(transformer, sample, j):
     return sde_step_with_logprob(transformer(sample), sample, sample)
-'''
-LOOP_IN_MAIN = '''\
+"""
+LOOP_IN_MAIN = """\
     if not argv:
         samples = wan_pipeline_with_logprob() + pipeline_with_logprob(None)
         perms = torch.stack([torch.randperm(9) for _ in samples])
@@ -95,7 +95,7 @@ LOOP_IN_MAIN = '''\
                 loss = compute_log_prob(model, sample, perms[0][j]) + unet(sample["latents"][:, j], sample["timesteps"][:, j])
                 accelerator.backward(loss)
                 optimizer.step()
-'''
+"""
 PARSING_SOURCE = f'''\
 """Stand-in for a trainer with a parser: prints its arguments."""
 import argparse
@@ -103,6 +103,8 @@ import argparse
 {PARSING_LOOP}
 
 def main(args):
+    if args is None:
+        train_one_step(args)
     print({{f"--{{name}}": value for name, value in vars(args).items()}})
 
 

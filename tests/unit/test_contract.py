@@ -1,7 +1,6 @@
 """The contract on changed trainers: the verdict on their text, and what a run does whose text is let through."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -216,7 +215,7 @@ BROKEN = {
         "depends on mean, what the steps before left",
     ],
     "a count": [
-        [LOOPS, f"    count = 0\n{LOOPS}", BACKWARD, f"            count += 1\n            (loss * count).backward()\n"],
+        [LOOPS, f"    count = 0\n{LOOPS}", BACKWARD, "            count += 1\n            (loss * count).backward()\n"],
         "depends on count, what the steps before left",
     ],
     "a list of the losses before": [
@@ -404,7 +403,11 @@ def test_the_page_says_how_many_changes_have_been_tried():
     assert f"{len(BROKEN)} changes that would train wrong" in page and f"{len(STOPPED)} that the text doesn't show" in page
 
 
-GUARD = 'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n    args = parser.parse_args()\n    main(args)\n'
+GUARD = """if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    args = parser.parse_args()
+    train_one_step(args)
+"""
 
 
 @pytest.mark.parametrize(
@@ -412,7 +415,7 @@ GUARD = 'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n   
     [
         ("", "", None),
         ("args = parser.parse_args()", "args, rest = parser.parse_known_args()", None),
-        ("    args = parser.parse_args()\n    main(args)", "    main(parser.parse_args())", None),
+        ("    args = parser.parse_args()\n    train_one_step(args)", "    train_one_step(parser.parse_args())", None),
         ("parser.parse_args()", "parse()", 0),
         ("    args = parser", "    parser.parse_args()\n    args = parser", 2),
         ('if __name__ == "__main__":', "if True:", 0),
@@ -422,6 +425,12 @@ def test_the_hook_needs_one_place(old, new, found):
     text = TEXT + "\n\n" + GUARD.replace(old, new)
     expected = [] if found is None else [f"{found} statements under `if __name__ …` call"]
     assert [str(one)[: len(expected[0])] for one in differences(text, DANCEGRPO)] == expected
+
+
+def test_a_loop_that_nothing_calls_is_found():
+    """As where upstream trains with a copy of it: JAGG would be off without a word."""
+    (only,) = differences(f"{TEXT}\n\n{GUARD.replace('train_one_step', 'train')}", DANCEGRPO)
+    assert str(only) == "nothing calls train_one_step(): JAGG would never see a step"
 
 
 def test_a_fingerprint_is_of_the_code_alone():

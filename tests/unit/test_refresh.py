@@ -62,14 +62,20 @@ def test_a_refresh_pins_the_commit_and_keeps_the_messages(full_checkout, upstrea
     printed = run_apply("--refresh", full_checkout, patch_set=patch_set)
     commit = git(full_checkout, "rev-parse", "HEAD").strip()
     assert f"upstream/pins.ini: {upstream} is at {commit}" in printed
+    assert "on no remote branch" in printed
     assert f"+++ b/upstream/{upstream}.lock" in printed and "+++ b/patches/" in printed
     assert git(patch_set, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit").strip() == commit
     assert {patch.name: message(patch) for patch in patches.glob("*.patch")} == before
     assert snapshot(full_checkout) == untouched
     checked = run_apply("--check", full_checkout, patch_set=patch_set)
     assert checked.count(" ready    holds\n") == len(before) and "changed" not in checked
+    git(full_checkout, "update-ref", "refs/remotes/origin/main", "HEAD")
     printed = run_apply("--refresh", full_checkout, patch_set=patch_set)  # again: nothing left to do
-    assert printed.count("nothing that is relied on changed") == len(before) and "@@" not in printed
+    assert (
+        "on no remote branch" not in printed
+        and printed.count("nothing that is relied on changed") == len(before)
+        and "@@" not in printed
+    )
     run_apply(full_checkout, patch_set=patch_set)
     assert_applied(full_checkout, untouched)
 

@@ -128,6 +128,26 @@ def put_into_loop(statement):
     return change
 
 
+def put_before_backward(text):
+    """`text` names the loss `{loss}`, and the variable that counts the steps `{place}`."""
+
+    def change(trainer):
+        place = trainer.steps()[0].target.id
+        body, index = trainer.backward()
+        call = body[index].value
+        loss = ast.unparse(call.args[0] if call.args else call.func.value)
+        body[index:index] = parse(text.format(place=place, loss=loss))
+
+    return change
+
+
+def change_sample(trainer):
+    steps, body, _ = trainer.steps()
+    ((outer, place),) = trainer.holders(lambda node: isinstance(node, ast.For) and node.body is body)
+    sample = ast.unparse(outer[place].target.elts[-1])
+    steps.body[:0] = parse(f"{sample} = other({sample})")
+
+
 def pass_twice(trainer):
     """Over the samples, in the order that was drawn."""
     _, body, _ = trainer.steps()
@@ -171,7 +191,19 @@ BROKEN = {
     "backward conditional": (backward_if, "backward() is conditional"),
     "two backward passes": (backward_twice, "2 calls of backward()"),
     "a break": (put_into_loop("if done:\n    break"), "may leave steps out"),
-    "optimizer in the loop": (put_into_loop("optimizer.step()"), "optimizer.step() in the loop"),
+    "optimizer in the loop": (put_into_loop("optimizer.step()"), "optimizer.step in the loop"),
+    "gradients looked at": (put_into_loop("print(next(parameters).grad)"), ".grad in the loop"),
+    "loss ordered by place": (put_before_backward("{loss} = {loss} * (1 + {place})"), "the step's place in the loop"),
+    "loss ordered by a list": (put_before_backward("{loss} = {loss} * [3, 2, 1][{place}]"), "the step's place in the loop"),
+    "loss ordered by the neighbour": (
+        put_before_backward("{loss} = {loss} * sample['log_probs'][:, {place} - 1]"),
+        "the step's place in the loop",
+    ),
+    "loss ordered by a running mean": (
+        put_before_backward("mean = .9 * mean + .1 * {loss}.item()\n{loss} = {loss} / mean"),
+        "what the steps before left",
+    ),
+    "another sample": (change_sample, "changes in the loop over steps"),
     "a second pass": (pass_twice, "3 loops run between perms and the forward"),
     "a second loop over the steps": (visit_again, " places"),
     "a while loop": (forward_in_a_while, "isn't called in a for loop"),
@@ -181,6 +213,7 @@ HARMLESS = {
     "parameter added": add_parameter,
     "parameters reordered": reorder_parameters,
     "solver in another module": lambda trainer: split_off(trainer, trainer.contract.solver),
+    "a log of the place and the loss": put_before_backward("if {place} == 0:\n    seen = []\nseen.append({loss}.item())"),
 }
 
 
@@ -195,7 +228,7 @@ def suits(trainer, change):
         "step" in change and "renamed" in change or change == "forward moved" or "parameter" in change
     ) and contract.forward == "unet":
         return False
-    if change == "a second pass" and contract.permutation is None:
+    if (change == "a second pass" or "ordered by" in change) and contract.permutation is None:
         return False
     return not (change == "optimizer in the loop" and contract.steps_optimizer)
 

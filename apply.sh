@@ -154,7 +154,7 @@ state_of() {
     echo "git has left a conflict in it; resolve that first (git status)"
   elif has_hook "$1"; then
     if [ -n "$(hook_lines "$1")" ]; then echo applied; else
-      echo "the hook is there but was edited, or is another version's; restore the file (git checkout -- $file), or reverse it with the version that put it there"
+      echo "the hook is there but was edited, or is another version's: keep the edit (./apply.sh --export), restore the file (git checkout -- $file), or reverse it with the version that put it there"
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
     if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
@@ -163,7 +163,7 @@ state_of() {
   elif [ -n "$(tail -c 1 "$dir/$file")" ] && [ "$(tail -n 1 "$dir/$file")" = "$(context_of "$1")" ]; then
     echo "its last line lacks the newline; add it"
   else
-    echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; ./apply.sh --refresh finds its place (patches/README.md)"
+    echo "the line before which the hook goes ('$(context_of "$1" | xargs)') was changed; where the contract holds, ./apply.sh --refresh finds its place (patches/README.md)"
   fi
 }
 
@@ -231,7 +231,9 @@ module_version() { sed -n 's/^__version__ = "\(.*\)"/\1/p' "$1/__init__.py"; }
 module_is_current() { diff -rq -x __pycache__ "$here/jagg_patch" "$dir/$module" >/dev/null 2>&1; }
 
 module_state() {
-  if ! module_is_ours; then
+  if is_other_module; then
+    echo "something else"
+  elif ! module_is_ours; then
     echo "absent; ./apply.sh puts it there"
   elif module_is_current; then
     echo "version $(module_version "$dir/$module")"
@@ -241,6 +243,8 @@ module_state() {
 }
 
 module_is_ours() { [ ! -L "$dir/$module" ] && [ -f "$dir/$module/install.py" ]; }
+
+is_other_module() { { [ -e "$dir/$module" ] || [ -L "$dir/$module" ]; } && ! module_is_ours; }
 
 git_path() { # in DIR's own .git, absolute (--path-format needs git 2.31)
   local path
@@ -371,7 +375,7 @@ require_room_for_module() {
 }
 
 require_no_other_module() {
-  if { [ -e "$dir/$module" ] || [ -L "$dir/$module" ]; } && ! module_is_ours; then
+  if is_other_module; then
     die 1 "$dir/$module: something else is already there" "move it away, then apply again"
   fi
 }
@@ -429,13 +433,13 @@ do_check() {
   printf '  %-40s %-8s %-9s %s\n' trainer patch contract "what differs, and what it means"
   for name in "${trainers[@]}"; do check_row "$name" || status=1; done
   list_absent
-  [ $status -eq 0 ] || die 1 "$dir: a trainer can't be patched, or would train wrong" "to leave it out, name the others with --only"
-  require_room_for_module
-  require_no_other_module
   printf '  %-40s %s\n' "$module" "$(module_state)"
   while read -r file reason; do
     if [ ${#only[@]} -eq 0 ] && [ -f "$dir/$file" ]; then printf '  %-40s not supported: %s\n' "$file" "$reason"; fi
   done < <(pin unsupported)
+  [ $status -eq 0 ] || die 1 "$dir: a trainer can't be patched, or would train wrong" "to leave it out, name the others with --only"
+  require_room_for_module
+  require_no_other_module
 }
 
 may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, of which `loose` are patched, but not in a commit
@@ -443,6 +447,7 @@ may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, o
   loose=()
   examine
   for name in "${trainers[@]}"; do
+    case ${state[$name]} in applied | ready) ;; *) continue ;; esac
     case ${verdict[$name]:-} in broken | unknown) state[$name]="the contract is ${verdict[$name]}: ${differs[$name]//$'\n'/; }" ;; esac
   done
   if ! report "" >/dev/null; then

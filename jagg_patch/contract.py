@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
-from .dataflow import COMPREHENSIONS, TRIES, affected, carried, targets, uses
+from .dataflow import VALUES, COMPREHENSIONS, TRIES, affected, carried, counters, targets, uses
 
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -408,10 +408,9 @@ class Source:
             return
         yield from self._backward(contract, function, steps, forwards)
         yield from self._selection(contract, steps, forwards)
-        yield from self._samples(function, steps)
+        yield from self._samples(steps)
         if contract.permutation:
             yield from self._permutation(contract, function, steps)
-            yield from self._order(contract, function, steps)
         yield from self._rollout(contract, function, steps)
 
     @staticmethod
@@ -497,9 +496,11 @@ class Source:
                 f"{len(around)} loops run between {contract.permutation} and the forward, not {contract.permuted_loops}",
                 "the plan is for one pass over the samples, each with the steps in its order",
             )
+        yield from self._order(contract, function, steps, found[0])
 
-    def _samples(self, function, steps):
+    def _samples(self, steps):
         samples = {name for loop in self._around(steps, LOOPS) if isinstance(loop, ast.For) for name in targets(loop.target)}
+        samples &= {node.id for node in ast.walk(steps) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for node in ast.walk(steps):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in samples:
                 yield Difference(
@@ -507,21 +508,17 @@ class Source:
                     "its steps would be of several samples, and a group is one's",
                 )
 
-    def _order(self, contract, function, steps):
+    def _order(self, contract, function, steps, drawn):
         """JAGG visits the drawn steps in another order, so a loss may depend on the step, but not on its place."""
-        permuted = affected(function, {contract.permutation})
-        places = steps.target
-        if "enumerate" in {node.id for node in ast.walk(steps.iter) if isinstance(node, ast.Name)}:
-            places = steps.target.elts[0] if isinstance(steps.target, ast.Tuple) else steps.target
-        elif not any(isinstance(node, ast.Name) and node.id == "range" for node in ast.walk(steps.iter)):
-            places = None  # the steps themselves
+        later = [node for node in ast.walk(function) if isinstance(node, VALUES) and node.lineno >= drawn.lineno]
+        permuted = affected(later, {contract.permutation})
         losses = [part for node in self._backwards(steps) for part in (node.func.value, *node.args)]
         for seeds, means in (
-            (targets(places) if places is not None else set(), "the step's place in the loop"),
+            (counters(steps.target, steps.iter, permuted), "the step's place in the loop"),
             (carried(steps), "what the steps before left"),
         ):
             for name in sorted(seeds):
-                names = affected(steps, {name}, permuted)
+                names = affected(ast.walk(steps), {name}, permuted)
                 if any(uses(loss, names, permuted) for loss in losses):
                     yield Difference(
                         f"the loss depends on {name}, {means} (line {steps.lineno})", "JAGG visits the steps in another order"

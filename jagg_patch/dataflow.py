@@ -7,36 +7,37 @@ its arguments doesn't.
 import ast
 
 IN_PLACE = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")
+VALUES = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.Call)  # what gives a variable its value
 METADATA = ("device", "dtype", "shape", "size", "ndim")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # from Python 3.11 on
 
 
-def root(node):
-    """The variable that `node` is, or is a part of; None if it is none."""
-    while not isinstance(node, ast.Name):
+def variables(node):
+    """The variables that `node` is, or is a part of, innermost first: of `state.means[i]` those are state.means and state."""
+    found = []
+    while isinstance(node, (ast.Name, ast.Attribute, ast.Subscript, ast.Starred, ast.Call)):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            found.append(ast.unparse(node))
         node = getattr(node, "func", None) or getattr(node, "value", None)
-        if not isinstance(node, ast.AST):
-            return None
-    return node.id
+    return found
 
 
 def targets(node):
     """The variables that are set, or changed in part, where `node` is the target of an assignment."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return {name for element in node.elts for name in targets(element)}
-    name = root(node)
-    return set() if name is None else {name}
+    return set(variables(node)[:1])
 
 
 def uses(node, names, indexed=frozenset()):
     """Whether the value of `node` depends on one of `names`, but as the index of one element of a variable in `indexed`."""
-    if isinstance(node, ast.Name):
-        return node.id in names
-    if isinstance(node, ast.Attribute) and node.attr in METADATA or isinstance(node, ast.Call) and root(node.func) == "len":
+    if isinstance(node, ast.Attribute) and node.attr in METADATA or isinstance(node, ast.Call) and variables(node) == ["len"]:
         return False
+    if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in names:
+        return True
     parts = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Subscript) and root(node) in indexed:
+    if isinstance(node, ast.Subscript) and indexed.intersection(variables(node)):
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         parts = [node.value, *(part for part in index if not _is_one(part))]
     return any(uses(part, names, indexed) for part in parts)
@@ -47,6 +48,18 @@ def _is_one(index):
     if isinstance(index, ast.Slice) and index.lower is not None and index.upper is not None:
         return isinstance(index.lower, ast.Name) and ast.unparse(index.upper) == f"{index.lower.id} + 1"
     return isinstance(index, ast.Name)
+
+
+def counters(target, iterable, indexed):
+    """The variables of the loop `for target in iterable` that don't come out of the elements of a variable in `indexed`."""
+    function = ast.unparse(iterable.func) if isinstance(iterable, ast.Call) else None
+    if isinstance(target, (ast.Tuple, ast.List)) and function is not None and iterable.args:
+        if function == "zip":
+            return {name for pair in zip(target.elts, iterable.args) for name in counters(*pair, indexed)}
+        if function == "enumerate":
+            return targets(target.elts[0]) | counters(target.elts[-1], iterable.args[0], indexed)
+        return counters(target, iterable.args[0], indexed)  # tqdm, list
+    return set() if uses(iterable, indexed) else targets(target)
 
 
 def _assigned(node):
@@ -67,10 +80,10 @@ def _assigned(node):
     return {name for target in found for name in targets(target)}, sources
 
 
-def affected(tree, names, indexed=frozenset()):
-    """`names`, and the variables whose values depend on them by what is assigned below `tree`. `indexed` as in `uses`."""
+def affected(nodes, names, indexed=frozenset()):
+    """`names`, and the variables whose values depend on them by what is assigned in `nodes`. `indexed` is as in `uses`."""
     names, before = set(names), None
-    assignments = [_assigned(node) for node in ast.walk(tree)]
+    assignments = [_assigned(node) for node in nodes]
     while names != before:
         before = set(names)
         for found, sources in assignments:
@@ -97,8 +110,14 @@ def _read(node, done, found):
         if isinstance(node.ctx, ast.Load) and node.id not in done:
             found.add(node.id)
         return done | {node.id} if isinstance(node.ctx, ast.Store) else done
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id not in done:
-        found.add(node.target.id)
+    if isinstance(node, ast.AugAssign):
+        found |= targets(node.target) - done
+    if isinstance(node, ast.Attribute):
+        _read(node.value, done, found)
+        if isinstance(node.ctx, ast.Store):
+            return done | targets(node)
+        found |= targets(node) - done
+        return done
     if isinstance(node, (*COMPREHENSIONS, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
         own = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
         own |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}

@@ -163,13 +163,15 @@ def refresh(directory, upstream, files):
     if not new and not broken:
         raise Refused("it has none of the trainers committed")
     if broken:
-        raise Refused("\n  ".join(["the contract is broken, so nothing was written", *broken]))
+        raise Refused("\n  ".join(["the contract is broken, so nothing was written", *broken, "name the others with --only"]))
     new[lock_file(upstream)] = json.dumps(lock, indent=1) + "\n"
     folder, names = Path(files[0]).parent, [path.stem for path in (ROOT / "patches" / upstream).glob("*.patch")]
     here = [name for name in names if checkout.read(f"{folder}/{name}.py")]
     behind = [name for name in here if lock.get(name, {}).get("commit") != checkout.commit]
     if behind:
-        print(f"the pin stays where it is: {', '.join(sorted(behind))} aren't refreshed")
+        print(f"the pin stays where it is, for these aren't refreshed: {', '.join(sorted(behind))}")
+    if not git(directory, "branch", "--remotes", "--contains", checkout.commit):
+        print(f"{checkout.commit} is on no remote branch there: has upstream published it?")
     return new, None if behind else checkout.commit
 
 
@@ -210,5 +212,3 @@ def main(action, directory, upstream, *files):
         if git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit) is None:
             sys.exit(f"apply.sh: upstream/pins.ini can't be written: the pin of {upstream} has to be {commit}")
         print(f"upstream/pins.ini: {upstream} is at {commit}")
-        if not git(directory, "branch", "--remotes", "--contains", commit):
-            print("  which is on no remote branch there: has upstream published it? Others clone the pin")

@@ -112,17 +112,21 @@ git_apply() { # options, --, trainers
 
 has_hook() { grep -qsF "$hook" "$dir/$(target_of "$1")"; }
 
+margin_of() { sed -n "$1s/[^[:blank:]].*//p" "$file"; } # of a line; nothing if it is blank
+
 without_margins() { sed 's/^[[:blank:]]*//; s/\r$//'; }
 
-# Where the lines that a trainer's patch adds stand in its file, as sed wants it, however indented and before whatever line;
-# nothing unless they stand there whole, and once.
+# Where the lines that a trainer's patch adds stand in its file, as sed wants it, however indented and before whatever line of the
+# same indentation; nothing unless they stand there whole, and once.
 hook_lines() {
-  local file lines n first found=()
+  local file lines n first last found=()
   file=$dir/$(target_of "$1")
   lines=$(sed -n '/^@@/,/^-- $/s/^+//p' "$patches/$1.patch" | without_margins)
   n=$(wc -l <<<"$lines")
   while IFS=: read -r first _; do
-    if [ "$(sed -n "$first,$((first + n - 1))p" "$file" | without_margins)" = "$lines" ]; then found+=("$first,$((first + n - 1))"); fi
+    last=$((first + n - 1))
+    if [ "$(sed -n "$first,${last}p" "$file" | without_margins)" != "$lines" ]; then continue; fi
+    if [ "$(margin_of "$first")" = "$(margin_of $((last + 1)))" ]; then found+=("$first,$last"); fi
   done < <(grep -nF -e "$(head -n 1 <<<"$lines")" "$file")
   if [ ${#found[@]} -eq 1 ] && [ "$(grep -cF "$hook" "$file")" -eq 1 ]; then echo "${found[0]}"; fi
 }

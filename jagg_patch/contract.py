@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
-from .dataflow import VALUES, COMPREHENSIONS, TRIES, affected, carried, counters, targets, uses
+from .dataflow import COMPREHENSIONS, LOOPS, TRIES, Pass, affected, assignments, counters, targets
 
+HOOK = "jagg_patch.install(globals()"
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, *TRIES, *COMPREHENSIONS)
 WITHOUT_GRADIENT = ("no_grad", "inference_mode", "set_grad_enabled(False)")
-USES_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad")
+USES_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad", "register_hook")
 
 
 @dataclass(frozen=True)
@@ -339,10 +339,16 @@ class Source:
             )
         ):
             yield Difference(f"nothing calls {contract.loop}()", "JAGG would never see a step")
-        for node in ast.walk(self._tree):
-            if len(found) == 1 and isinstance(node, ast.Call) and ast.unparse(node.func) == "jagg_patch.install":
-                if node.lineno > found[0].lineno:
-                    yield Difference(f"line {node.lineno}: the hook comes after {contract.hook[0]}()", "JAGG would never start")
+        if len(found) == 1 and HOOK in ast.unparse(self._tree):
+            starts = [
+                node
+                for node in ast.walk(self._parents[found[0]])
+                if isinstance(node, ast.Call)
+                and ast.unparse(node.func) == HOOK.partition("(")[0]
+                and not self._around(node, FUNCTIONS)
+            ]
+            if not starts or starts[0].lineno > found[0].lineno:
+                yield Difference(f"the hook isn't among the statements before {contract.hook[0]}()", "JAGG would never start")
 
     def _calls(self, function, name):
         """Calls by `name`, or by a name with `name` as an argument, in `function` itself where gradients are recorded."""
@@ -444,14 +450,21 @@ class Source:
         for node in ast.walk(steps):
             if isinstance(node, (ast.Continue, ast.Break)) and self._around(node, LOOPS)[0] is steps:
                 yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
-            if isinstance(node, ast.Attribute) and (node.attr in USES_GRADIENTS or ast.unparse(node) == "optimizer.step"):
-                # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
-                knows = node.attr in ("step", "zero_grad") or any(
-                    steps in self._around(i, LOOPS) for i in self._around(node, ast.If)
-                )
-                if not (contract.steps_optimizer and knows):
+        yield from self._gradients(contract, steps, loop)
+
+    def _gradients(self, contract, steps, loop):
+        """What the loop over steps does to gradients, itself or in a function of this file that it calls."""
+        for node in ast.walk(steps):
+            function = self.defined.get(getattr(node, "id", None))
+            # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
+            is_conditional = any(steps in self._around(branch, LOOPS) for branch in self._around(node, ast.If))
+            for part in [node] if function is None else ast.walk(function):
+                name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None)
+                if name not in USES_GRADIENTS and ast.unparse(part) != "optimizer.step":
+                    continue
+                if not (contract.steps_optimizer and (is_conditional or name in ("step", "zero_grad"))):
                     yield Difference(
-                        f"line {node.lineno}: {ast.unparse(node)} in {loop}", "a group's gradients aren't there before its end"
+                        f"line {part.lineno}: {ast.unparse(part)} in {loop}", "a group's gradients aren't there before its end"
                     )
 
     def _selection(self, contract, steps, forwards):
@@ -498,11 +511,14 @@ class Source:
             )
         yield from self._order(contract, function, steps, found[0])
 
+    def _sets(self, node):
+        return isinstance(node.ctx, ast.Store) and not self._around(node, COMPREHENSIONS)
+
     def _samples(self, steps):
         samples = {name for loop in self._around(steps, LOOPS) if isinstance(loop, ast.For) for name in targets(loop.target)}
         samples &= {node.id for node in ast.walk(steps) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for node in ast.walk(steps):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in samples:
+            if isinstance(node, ast.Name) and node.id in samples and self._sets(node):
                 yield Difference(
                     f"line {node.lineno}: {node.id} changes in the loop over steps (line {steps.lineno})",
                     "its steps would be of several samples, and a group is one's",
@@ -510,16 +526,20 @@ class Source:
 
     def _order(self, contract, function, steps, drawn):
         """JAGG visits the drawn steps in another order, so a loss may depend on the step, but not on its place."""
-        later = [node for node in ast.walk(function) if isinstance(node, VALUES) and node.lineno >= drawn.lineno]
-        permuted = affected(later, {contract.permutation})
-        losses = [part for node in self._backwards(steps) for part in (node.func.value, *node.args)]
-        for seeds, means in (
+        later = assignments(node for node in ast.walk(function) if getattr(node, "lineno", 0) >= drawn.lineno)
+        permuted = affected(later, {contract.permutation}, sizes=False)
+        losses = [
+            part
+            for node in self._backwards(steps)
+            for part in (node.func.value, *node.args, *(keyword.value for keyword in node.keywords))
+        ]
+        one_pass = Pass(steps)
+        for names, means in (
             (counters(steps.target, steps.iter, permuted), "the step's place in the loop"),
-            (carried(steps), "what the steps before left"),
+            (one_pass.carried, "what the steps before left"),
         ):
-            for name in sorted(seeds):
-                names = affected(ast.walk(steps), {name}, permuted)
-                if any(uses(loss, names, permuted) for loss in losses):
+            for name in sorted(names):
+                if one_pass.decides(name, losses, permuted):
                     yield Difference(
                         f"the loss depends on {name}, {means} (line {steps.lineno})", "JAGG visits the steps in another order"
                     )

@@ -1,23 +1,39 @@
 """Which variables of a piece of source decide the value of others. Nothing is run; the standard library alone.
 
-An approximation: assignments, conditions and the usual methods that change a container count, what a called function does to
-its arguments doesn't.
+An approximation: assignments, `if` and the methods that change an object count; what a called function does to its arguments,
+a second name of the same object, and the other ways of control don't. A variable is a name, or a part of one that is always the
+same: `state.mean`, `info["loss"]`.
 """
 
 import ast
+from typing import NamedTuple
 
-IN_PLACE = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")
-VALUES = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.Call)  # what gives a variable its value
-METADATA = ("device", "dtype", "shape", "size", "ndim")
+CHANGING = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")  # and add_()
+INDEXING = ("select", "narrow", "index_select", "gather", "take", "take_along_dim", "__getitem__")
+SIZES = ("device", "dtype", "shape", "size", "ndim")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # from Python 3.11 on
+JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+
+
+class Assignment(NamedTuple):
+    """The variables that a node sets or changes, what decides their values, and whether those build on the ones before."""
+
+    names: set
+    sources: list
+    builds: bool = False
+
+
+def is_variable(node):
+    return isinstance(node, (ast.Name, ast.Attribute)) or isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
 
 
 def variables(node):
     """The variables that `node` is, or is a part of, innermost first: of `state.means[i]` those are state.means and state."""
     found = []
     while isinstance(node, (ast.Name, ast.Attribute, ast.Subscript, ast.Starred, ast.Call)):
-        if isinstance(node, (ast.Name, ast.Attribute)):
+        if is_variable(node):
             found.append(ast.unparse(node))
         node = getattr(node, "func", None) or getattr(node, "value", None)
     return found
@@ -30,93 +46,140 @@ def targets(node):
     return set(variables(node)[:1])
 
 
-def uses(node, names, indexed=frozenset()):
-    """Whether the value of `node` depends on one of `names`, but as the index of one element of a variable in `indexed`."""
-    if isinstance(node, ast.Attribute) and node.attr in METADATA or isinstance(node, ast.Call) and variables(node) == ["len"]:
+def uses(node, names, indexed=frozenset(), sizes=True):
+    """Whether the value of `node` depends on one of `names`.
+
+    Not counted is the choice of one element of a variable in `indexed`, and unless `sizes` what all elements have in common.
+    """
+    if not sizes and (isinstance(node, ast.Attribute) and node.attr in SIZES or variables(node) == ["len"]):
         return False
-    if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in names:
-        return True
+    if is_variable(node):
+        parts = variables(node)
+        if names.intersection(parts) or any(name.startswith(f"{parts[0]}[") for name in names):
+            return True
     parts = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Subscript) and indexed.intersection(variables(node)):
+    if isinstance(node, COMPREHENSIONS):
+        own = {name for generator in node.generators for name in targets(generator.target)}
+        if not any(uses(generator.iter, names, indexed, sizes) for generator in node.generators):
+            names = names - own
+    elif isinstance(node, ast.Subscript):
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        parts = [node.value, *(part for part in index if not _is_one(part))]
-    return any(uses(part, names, indexed) for part in parts)
+        if indexed.intersection(variables(node)):
+            index = [part for part in index if not _is_one(part)]
+        parts = ([] if is_variable(node) else [node.value]) + index
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in INDEXING:
+        if any(indexed.intersection(variables(part)) for part in (node.func, *node.args[:1])):
+            parts = [node.func]
+    return any(uses(part, names, indexed, sizes) for part in parts)
 
 
 def _is_one(index):
-    """`x`, or `x:x + 1`."""
-    if isinstance(index, ast.Slice) and index.lower is not None and index.upper is not None:
-        return isinstance(index.lower, ast.Name) and ast.unparse(index.upper) == f"{index.lower.id} + 1"
-    return isinstance(index, ast.Name)
+    """`x`, `[x]`, `int(x)`, or `x:x + 1`."""
+    if isinstance(index, ast.Slice):
+        lower = ast.unparse(index.lower) if isinstance(index.lower, ast.Name) else None
+        return index.upper is not None and ast.unparse(index.upper) in (f"{lower} + 1", f"1 + {lower}")
+    inner = getattr(index, "elts", None) or (getattr(index, "args", None) if variables(index) == ["int"] else None) or [index]
+    return len(inner) == 1 and isinstance(inner[0], ast.Name)
 
 
 def counters(target, iterable, indexed):
     """The variables of the loop `for target in iterable` that don't come out of the elements of a variable in `indexed`."""
     function = ast.unparse(iterable.func) if isinstance(iterable, ast.Call) else None
-    if isinstance(target, (ast.Tuple, ast.List)) and function is not None and iterable.args:
+    if isinstance(target, (ast.Tuple, ast.List)) and target.elts and function is not None and iterable.args:
         if function == "zip":
             return {name for pair in zip(target.elts, iterable.args) for name in counters(*pair, indexed)}
         if function == "enumerate":
             return targets(target.elts[0]) | counters(target.elts[-1], iterable.args[0], indexed)
         return counters(target, iterable.args[0], indexed)  # tqdm, list
-    return set() if uses(iterable, indexed) else targets(target)
+    return set() if uses(iterable, indexed, sizes=False) else targets(target)
 
 
-def _assigned(node):
-    """The names that `node` itself sets or changes, and the nodes that decide what to."""
+def assignments(nodes):
+    """The `Assignment`s that are among `nodes`."""
+    return [found for found in map(_assignment, nodes) if found is not None]
+
+
+def _assignment(node):
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+        if node.value is None:
+            return None
         found = getattr(node, "targets", None) or [node.target]
-        sources = [node.value, *found] if node.value is not None else []
-    elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-        found, sources = [node.target], [node.iter]
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        found, sources = [node.optional_vars], [node.context_expr]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
-        found, sources = [node.func.value], node.args
-    elif isinstance(node, (ast.If, ast.While)):
-        return {name for inner in ast.walk(node) if inner is not node for name in _assigned(inner)[0]}, [node.test]
-    else:
-        return set(), []
-    return {name for target in found for name in targets(target)}, sources
+        names = {name for target in found for name in targets(target)}
+        builds = isinstance(node, ast.AugAssign) or any(
+            isinstance(part, ast.BinOp) and uses(part, names) for part in ast.walk(node.value)
+        )
+        indices = [part.slice for target in found for part in ast.walk(target) if isinstance(part, ast.Subscript)]
+        return Assignment(names, [node.value, *indices], builds)
+    if isinstance(node, (ast.For, ast.AsyncFor)):
+        return Assignment(targets(node.target), [node.iter])
+    if isinstance(node, ast.withitem) and node.optional_vars is not None:
+        return Assignment(targets(node.optional_vars), [node.context_expr])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        in_place = node.func.attr.endswith("_") and not node.func.attr.startswith("_") and "grad" not in node.func.attr
+        if node.func.attr in CHANGING or in_place:
+            return Assignment(targets(node.func.value), node.args, builds=True)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
+        return Assignment(targets(node.args[0]), [], builds=True)
+    return None
 
 
-def affected(nodes, names, indexed=frozenset()):
-    """`names`, and the variables whose values depend on them by what is assigned in `nodes`. `indexed` is as in `uses`."""
+def affected(found, names, indexed=frozenset(), sizes=True):
+    """`names`, and the variables whose values depend on them by the assignments `found`; the rest is as in `uses`."""
     names, before = set(names), None
-    assignments = [_assigned(node) for node in nodes]
     while names != before:
         before = set(names)
-        for found, sources in assignments:
-            if any(uses(source, names, indexed) for source in sources):
-                names |= found
+        for one in found:
+            if not one.names <= names and any(uses(source, names, indexed, sizes) for source in one.sources):
+                names |= one.names
     return names
 
 
-def carried(loop):
-    """The variables that a pass of `loop` may find as the pass before has left them."""
-    changed = {name for statement in loop.body for node in ast.walk(statement) for name in _assigned(node)[0]}
-    found = set()
-    _read(loop.body, targets(loop.target), found)
-    return changed & found
+class Pass:
+    """One pass of `loop`: its assignments, and those of its variables that another order of the passes could change."""
+
+    def __init__(self, loop):
+        nodes = [node for statement in loop.body for node in ast.walk(statement)]
+        self._assignments = assignments(nodes)
+        self._varying = affected(self._assignments, targets(loop.target))
+        # What a condition decides: not whether something is computed that would be the same in every pass.
+        for node in nodes:
+            if isinstance(node, (ast.If, ast.IfExp)):
+                inner = [one for one in assignments(ast.walk(node)) if self._varies(one) or self._is_one_of_several(one)]
+                self._assignments += [Assignment(one.names, [node.test]) for one in inner]
+        read = set()
+        _read(loop.body, targets(loop.target), read)
+        self.carried = {name for one in self._assignments if self._varies(one) for name in one.names & read}
+
+    def _varies(self, one):
+        return one.builds or any(uses(source, self._varying) for source in one.sources)
+
+    def _is_one_of_several(self, one):
+        return sum(bool(one.names & other.names) for other in self._assignments) > 1
+
+    def decides(self, name, nodes, indexed):
+        """Whether the values of `nodes` depend on the variable `name`, but as in `uses`."""
+        names = affected(self._assignments, {name}, indexed)
+        return any(uses(node, names, indexed) for node in nodes)
 
 
 def _read(node, done, found):
-    """Add to `found` the variables that are read before `node` has surely set them, given those `done`; returns what is then."""
+    """Add to `found` the variables that are read before `node` has surely set them, given those `done`; returns what is then.
+
+    Among `done` are pairs as well: a condition, and what is set where it was true.
+    """
     if isinstance(node, list):
         for one in node:
             done = _read(one, done, found)
         return done
-    if isinstance(node, ast.Name):
-        if isinstance(node.ctx, ast.Load) and node.id not in done:
-            found.add(node.id)
-        return done | {node.id} if isinstance(node.ctx, ast.Store) else done
     if isinstance(node, ast.AugAssign):
         found |= targets(node.target) - done
-    if isinstance(node, ast.Attribute):
-        _read(node.value, done, found)
+    if is_variable(node):
+        if not isinstance(node, ast.Name) and not done.intersection(variables(node)):
+            _read(node.value, done, found)
         if isinstance(node.ctx, ast.Store):
             return done | targets(node)
-        found |= targets(node) - done
+        if not done.intersection(variables(node)):
+            found |= targets(node)
         return done
     if isinstance(node, (*COMPREHENSIONS, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
         own = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
@@ -124,20 +187,33 @@ def _read(node, done, found):
         for inner in ast.iter_child_nodes(node):
             _read(inner, done | own, found)
         return done | {node.name} if hasattr(node, "name") else done
+    test = ast.unparse(node.test) if isinstance(node, ast.If) else None
+    ends = {}  # by the fields that are blocks; None for one that the pass doesn't go on from
     # What is assigned is read before it is set, whatever the order of the fields.
-    ends = {}
     for name, value in sorted(ast.iter_fields(node), key=lambda item: item[0] in ("target", "targets", "optional_vars")):
         if name in ("body", "orelse", "finalbody"):
-            ends[name] = _read(value, done, found)
+            known = {pair[1] for pair in done if pair[0] == test and isinstance(pair, tuple)} if name == "body" else set()
+            ends[name] = _end(value, done | known, found)
         elif name in ("handlers", "cases"):
-            ends[name] = [_read(branch, done, found) for branch in value]
+            ends[name] = [_end(branch.body, done, found) for branch in value]
         elif isinstance(value, (ast.AST, list)):
             nodes = value if isinstance(value, list) else [value]
             done = _read([one for one in nodes if isinstance(one, ast.AST)], done, found)
-    if isinstance(node, (ast.With, ast.AsyncWith, ast.ExceptHandler)):
-        return ends["body"]
+    if isinstance(node, (ast.With, ast.AsyncWith, *LOOPS)):
+        return ends["body"] or done  # a loop within the pass is taken to run
     if isinstance(node, (ast.If, ast.IfExp)):
-        return ends["body"] & ends["orelse"]
+        pairs = {(test, name) for name in (ends["body"] or done) - done if isinstance(name, str)}
+        return _meet([ends["body"], ends["orelse"]], done) | pairs
     if isinstance(node, TRIES):
-        return ends["body"].intersection(*ends["handlers"]) | ends["finalbody"]
+        return _meet([ends["body"] and ends["body"] | (ends["orelse"] or set()), *ends["handlers"]], done) | ends["finalbody"]
     return done
+
+
+def _end(block, done, found):
+    end = _read(block, done, found)
+    return None if isinstance(block, list) and block and isinstance(block[-1], JUMPS) else end
+
+
+def _meet(ends, done):
+    ends = [end for end in ends if end is not None]
+    return set.intersection(*ends) if ends else done

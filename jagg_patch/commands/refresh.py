@@ -11,10 +11,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from ..contract import CONTRACTS, Source, differences, fingerprints, modules
+from ..contract import CONTRACTS, HOOK, Source, differences, fingerprints, modules
 from .doctor import ROOT, lock_file, read_lock
-
-HOOK = "jagg_patch.install(globals()"
 
 
 class Refused(Exception):

@@ -96,6 +96,32 @@ HARMLESS = {
         BACKWARD,
         f"{BACKWARD}            total += loss.item()\n            if j % 10 == 9: print(j, total)\n",
     ],
+    "a reference under a condition that stands there twice": [
+        BACKWARD,
+        "            if args.eta > 0:\n                reference = new_log_probs.detach()\n"
+        "            if args.eta > 0:\n                loss = loss + 0 * (new_log_probs - reference).mean()\n"
+        f"{BACKWARD}",
+    ],
+    "the loss and the log in one dictionary": [
+        LOOPS,
+        f"    info = {{'seen': []}}\n{LOOPS}",
+        BACKWARD,
+        "            info['loss'] = loss\n            info['seen'].append(loss.item())\n"
+        f"            loss = info['loss']\n{BACKWARD}",
+    ],
+    "what all steps share, at the first": [
+        "            loss = -(advantages[i]",
+        "            if j == 0:\n                advantage = advantages[i]\n            loss = -(advantage",
+    ],
+    "clamped in place": [
+        "            loss = -(advantages[i]",
+        "            advantages = advantages.clamp(-9, 9)\n            loss = -(advantages[i]",
+    ],
+    "the step selected": ["            step = perms[i][j]\n", "            step = perms[i].select(0, int(j))\n"],
+    "a second use of the variable": [
+        BACKWARD,
+        f"            loss, _ = torch.stack([loss, loss]).max(dim=0)\n            [i for i in range(2)]\n{BACKWARD}",
+    ],
     "a condition of several branches": [
         BACKWARD,
         "            try: scale = 1.0\n            except ValueError: scale = 2.0\n"
@@ -226,6 +252,45 @@ BROKEN = {
             f"            before.append(loss.item())\n            loss = loss / before[0]\n{BACKWARD}",
         ],
         "depends on before, what the steps before left",
+    ],
+    "a mean kept in a tensor": [
+        [
+            LOOPS,
+            f"    mean = torch.ones(())\n{LOOPS}",
+            BACKWARD,
+            f"            mean.lerp_(loss.detach(), 0.1)\n            loss = loss / mean\n{BACKWARD}",
+        ],
+        "depends on mean, what the steps before left",
+    ],
+    "the next of a list": [
+        [LOOPS, f"    weights = iter(range(99))\n{LOOPS}", BACKWARD, f"            loss = loss * next(weights)\n{BACKWARD}"],
+        "depends on weights, what the steps before left",
+    ],
+    "the place from a list": [
+        [
+            LOOPS,
+            LOOPS.replace("j in range(train_timesteps)", "_, j in enumerate(list(range(train_timesteps)))"),
+            BACKWARD,
+            f"            loss = loss * 0.9**j\n{BACKWARD}",
+        ],
+        "depends on j, the step's place",
+    ],
+    "a gradient of the place": [
+        [BACKWARD, BACKWARD.replace("()", "(gradient=torch.tensor(1.0 + j))")],
+        "depends on j, the step's place",
+    ],
+    "gradients clipped in a function": [
+        [
+            "def train_one_step(",
+            "def clip(model):\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n\n\ndef train_one_step(",
+            BACKWARD,
+            f"{BACKWARD}            clip(model)\n",
+        ],
+        "torch.nn.utils.clip_grad_norm_ in the loop",
+    ],
+    "a hook on the loss": [
+        [BACKWARD, f"            loss.register_hook(lambda grad: grad * (1 + j))\n{BACKWARD}"],
+        "register_hook in the loop",
     ],
     "what a condition left": [
         [

@@ -549,6 +549,7 @@ def test_a_second_backward_of_an_earlier_group_is_stopped_when_passed_over(load)
     stops(module, "the loop went on although .* had failed")
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_training_step_inside_another_is_refused(load):
     call = "            ratio = torch.exp("
     module = load(call, "            if j == 1: train_one_step(args, model, optimizer)\n" + call)

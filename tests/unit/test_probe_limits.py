@@ -40,6 +40,7 @@ def test_a_group_whose_endpoints_share_a_timestep_has_no_cosine_and_trains_on(pr
     assert None in cosines[2] and 1.0 in [cosine and round(cosine, 9) for cosine in cosines[2]]
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_forward_that_cannot_be_run_again_has_no_cosine(probed):
     """The loop changes the sample in place once it has trained on it."""
     changed = ("            loss.backward()", "            loss.backward()\n            latents[i, step] = 0")

@@ -177,10 +177,32 @@ def test_what_this_python_cannot_read_is_unknown_and_not_patched(checkout):  # n
     assert_refused(checkout, says=[f"{FLUX} ", "refused: the contract is unknown: invalid syntax", "can't read it"])
 
 
-def test_a_hook_that_would_come_too_late_is_found(checkout):  # noqa: F811
+@pytest.mark.parametrize("place", ["after", "a string", "a comment", "main"])
+def test_a_hook_that_would_never_start_anything_is_found(checkout, place):  # noqa: F811
+    hook = HOOKS[PARSE]
     run_apply(checkout)
-    edit(checkout / FLUX, f"{HOOKS[PARSE]}{PARSE}", f"{PARSE}{HOOKS[PARSE]}")
-    assert_refused(checkout, "--check", says=["the hook comes after parser.parse_args(): JAGG would never start"])
+    edit(
+        checkout / FLUX,
+        f"{hook}{PARSE}",
+        {
+            "after": f"{PARSE}{hook}",
+            "a string": f'    """\n{hook}    """\n{PARSE}',
+            "a comment": f"    pass  # {hook.strip().splitlines()[-1].strip()}\n{PARSE}",
+            "main": f"    def start():\n{hook.replace('    ', '        ')}{PARSE}",
+        }[place],
+    )
+    says = (
+        "was edited"
+        if place == "a comment"
+        else "the hook isn't among the statements before parser.parse_args(): JAGG would never"
+    )
+    assert_refused(checkout, "--check", says=says)
+
+
+def test_a_hook_that_a_branch_would_be_empty_without_stays(checkout):  # noqa: F811
+    run_apply(checkout)
+    edit(checkout / FLUX, HOOKS[PARSE], "    if True:\n" + HOOKS[PARSE].replace("    ", "        "))
+    assert_refused(checkout, "--reverse", says=[FLUX, "was edited"])
 
 
 def test_the_hook_takes_the_trainer_s_indentation(checkout, patch_set):  # noqa: F811

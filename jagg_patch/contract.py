@@ -387,10 +387,10 @@ class Source:
         fork = self._parents[below[-1]]
         sides = below[-1], next(node for node in of_second if self._parents.get(node) is fork)
         if isinstance(fork, ast.Match):
-            return True
+            return fork.subject not in sides
         if isinstance(fork, ast.IfExp):
             return fork.test not in sides
-        return isinstance(fork, ast.If) and any((sides[0] in part) != (sides[1] in part) for part in (fork.body, fork.orelse))
+        return isinstance(fork, ast.If) and sides[0] in fork.body and sides[1] in fork.orelse
 
     def solver(self, contract):
         calls = self._calls(self.defined[contract.forward], contract.solver)

@@ -147,13 +147,9 @@ BROKEN = {
         [SOLVE, f"    flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)\n{SOLVE}"],
         "calls flux_step() in 2 places",
     ],
-    "the solver step in a condition, and after it": [
-        [
-            SOLVE,
-            "    if flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, True, True)[2].sum() < 9:\n"
-            f"        return {SOLVED[11:]}{SOLVE}",
-        ],
-        "calls flux_step() in 3 places",
+    "the solver step in a condition, and under it": [
+        [SOLVED, f"    if {SOLVED.strip()[7:]} is not None:\n    {SOLVED}    raise ValueError\n"],
+        "calls flux_step() in 2 places",
     ],
     "another solver step": [
         [

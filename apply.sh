@@ -80,7 +80,8 @@ context_of() { sed -n '/^@@/,$s/^ //p' "$patches/$1.patch"; } # the line before 
 
 # A command of the module, with any Python: not through the package, which imports torch.
 in_python() { # module, arguments
-  "$python" -I -B -c 'import importlib, sys, types
+  "$python" -I -B -c 'import importlib, signal, sys, types
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as any other command ends
 package = types.ModuleType("jagg_patch")
 package.__path__ = [sys.argv[1]]
 sys.modules["jagg_patch"] = package
@@ -88,7 +89,7 @@ importlib.import_module("jagg_patch.commands." + sys.argv[2]).main(*sys.argv[3:]
 }
 
 find_python() {
-  for python in python3 python; do
+  for python in ${PYTHON:+"$PYTHON"} python3 python python3.{13,12,11,10}; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then return; fi
   done
   return 1
@@ -158,7 +159,7 @@ state_of() {
     echo "git has left a conflict in it; resolve that first (git status)"
   elif has_hook "$1"; then
     if [ -n "$(hook_lines "$1")" ]; then echo applied; else
-      echo "the hook is there but was edited, or is another version's: keep the edit (./apply.sh --export), restore the file (git checkout -- $file), or reverse it with the version that put it there"
+      echo "the hook is there but was edited, or is another version's: take its lines out by hand, or with the version that put them there (to keep an edit: patches/README.md, 3)"
     fi
   elif git_apply --check -- "$1" 2>/dev/null; then
     if is_read_only "$dir/$file"; then echo "the file is read-only; make it writable (chmod u+w)"; else echo ready; fi
@@ -296,6 +297,8 @@ begin() {
     if [ -f "$dir/$(target_of "$name")" ]; then cp -p "$dir/$(target_of "$name")" "$backup/$name"; fi
   done
   if [ -n "$exclude" ] && [ -f "$exclude" ]; then cp -p "$exclude" "$backup/exclude"; fi
+  head=''
+  if [ -n "$commit" ]; then head=$(git -C "$dir" rev-parse HEAD); fi
   had_module=
   if [ -e "$dir/$module" ] || [ -L "$dir/$module" ]; then had_module=yes; fi
   trap put_back EXIT
@@ -303,6 +306,13 @@ begin() {
 
 put_back() {
   local name
+  trap '' INT
+  if [ -n "$head" ] && { [ -d "$(git_path rebase-apply)" ] || [ "$(git -C "$dir" rev-parse HEAD)" != "$head" ]; }; then
+    # Not git am --abort: it wants a clean tree, and objects that a partial clone may lack.
+    git -C "$dir" am --quit 2>/dev/null || true
+    git -C "$dir" update-ref HEAD "$head"
+    for name in "${trainers[@]}"; do git -C "$dir" reset --quiet -- "$(target_of "$name")" 2>/dev/null || true; done
+  fi
   for name in "${trainers[@]}"; do
     if [ -f "$backup/$name" ] && ! cmp -s "$backup/$name" "$dir/$(target_of "$name")"; then
       cp -p "$backup/$name" "$dir/$(target_of "$name")"
@@ -472,7 +482,7 @@ may_apply() { # refuse, or tell what is to be done: patch the trainers `todo`, o
 }
 
 do_apply() {
-  local todo loose name patch_files=() head
+  local todo loose name patch_files=()
   may_apply
   begin
   put_module
@@ -482,13 +492,7 @@ do_apply() {
     take_out "${loose[@]}"
     require_unedited "${loose[@]}"
     for name in "${todo[@]}"; do patch_files+=("$patches/$name.patch"); done
-    head=$(git -C "$dir" rev-parse HEAD)
     if [ ${#todo[@]} -gt 0 ] && ! in_dir am --quiet --directory="$prefix" "${patch_files[@]}" >&2; then
-      if ! git -C "$dir" am --abort >/dev/null 2>&1; then # as in a clone that lacks objects; put_back does the files
-        git -C "$dir" am --quit
-        git -C "$dir" update-ref HEAD "$head"
-        for name in "${todo[@]}"; do git -C "$dir" reset --quiet -- "$(target_of "$name")" || true; done
-      fi
       die 1 "$dir: git am refused the patches (its reason stands above)" "apply without --commit"
     fi
   fi
@@ -662,6 +666,7 @@ in_each() { # a function that changes no checkout, in every one; exit if it refu
 }
 
 dirs=("${rest[@]}")
+if [ ${#dirs[@]} -eq 0 ] && [ -n "$(upstreams_in .)" ]; then bad_usage "the current folder is a checkout: to mean it, name it ($0 … .)"; fi
 if [ ${#dirs[@]} -eq 0 ]; then default_dirs; fi
 case $action in
   check | status | refresh | export) in_each "do_$action" ;;

@@ -14,6 +14,7 @@ SIZES = ("device", "dtype", "shape", "size", "ndim")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # from Python 3.11 on
+BLOCKS = ("body", "orelse", "finalbody")
 JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -189,9 +190,10 @@ def _read(node, done, found):
         return done | {node.name} if hasattr(node, "name") else done
     test = ast.unparse(node.test) if isinstance(node, ast.If) else None
     ends = {}  # by the fields that are blocks; None for one that the pass doesn't go on from
-    # What is assigned is read before it is set, whatever the order of the fields.
-    for name, value in sorted(ast.iter_fields(node), key=lambda item: item[0] in ("target", "targets", "optional_vars")):
-        if name in ("body", "orelse", "finalbody"):
+    # Not in the order of the fields: what is assigned is read before it is set, and that before the blocks.
+    last = ("target", "targets", "optional_vars", *BLOCKS)
+    for name, value in sorted(ast.iter_fields(node), key=lambda item: last.index(item[0]) if item[0] in last else -1):
+        if name in BLOCKS:
             known = {pair[1] for pair in done if pair[0] == test and isinstance(pair, tuple)} if name == "body" else set()
             ends[name] = _end(value, done | known, found)
         elif name in ("handlers", "cases"):

@@ -21,7 +21,8 @@ PY
 stamp=$venv/installed-requirements
 if [ ! -f "$stamp" ] || [ -n "$(comm -13 "$stamp" <(echo "$requirements" | sort))" ]; then
   echo "setting up $venv (once; downloads PyTorch the first time)" >&2
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" >&2
+  # Not whether it is there: one whose making was interrupted has no pip.
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv" >&2
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement <(echo "$requirements") >&2
   { cat "$stamp" 2>/dev/null || true; echo "$requirements"; } | sort -u >"$stamp.new"
   mv "$stamp.new" "$stamp"

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..contract import CONTRACTS, differences, fingerprints, modules
+from ..contract import CONTRACTS, Difference, differences, fingerprints, modules
 from ..errors import JaggError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the patch set
@@ -48,7 +48,10 @@ def examine(directory, file, locked):
         path = Path(directory, file)
         return path.read_bytes() if path.is_file() else None  # bytes: the first lines may name the encoding
 
-    contract, find, text = CONTRACTS[Path(file).stem], modules(read, Path(file).parent), read(file)
+    name, find, text = Path(file).stem, modules(read, Path(file).parent), read(file)
+    if name not in CONTRACTS:
+        return [Difference(f"{name} is not in CONTRACTS", "jagg_patch/contract.py has to say what is relied on")], []
+    contract = CONTRACTS[name]
     found = differences(text, contract, find)
     if not all(one.is_readable for one in found):
         return found, []

@@ -138,6 +138,8 @@ def refresh(directory, upstream, files):
     checkout, lock, new, broken = Checkout(directory), read_lock(upstream), {}, []
     for file in files:
         path = ROOT / "patches" / upstream / f"{Path(file).stem}.patch"
+        if path.stem not in CONTRACTS:
+            raise Refused(f"{file}: {path.stem} is not in CONTRACTS\njagg_patch/contract.py has to say what is relied on")
         patch, contract, find = path.read_text(), CONTRACTS[path.stem], modules(checkout.read, Path(file).parent)
         text = checkout.trainer(file)
         if text is None:
@@ -155,21 +157,21 @@ def refresh(directory, upstream, files):
             raise Refused(f"{file}: the new patch doesn't do what it should\nplease report this, with git --version")
         now, before = fingerprints(text, contract, find), lock.get(path.stem, {}).get("symbols", {})
         changed = [name for name in now if now[name] != before.get(name)]
-        print(f"  {file:40} {moved}; {'changed: ' + ', '.join(changed) if changed else 'nothing that is relied on changed'}")
+        said = f"changed: {', '.join(changed)}" if changed else "nothing that is relied on changed"
+        said = said if before else "locked for the first time"
+        print(f"  {file:40} {moved}; {said}")
         new[path] = patch
         lock[path.stem] = {"commit": checkout.commit, "symbols": now}
     if not new and not broken:
         raise Refused("it has none of the trainers committed")
     if broken:
-        raise Refused("\n  ".join(["the contract is broken, so nothing was written", *broken, "name the others with --only"]))
+        raise Refused("\n".join(["the contract is broken, so nothing was written", *broken, "name the others with --only"]))
     new[lock_file(upstream)] = json.dumps(lock, indent=1) + "\n"
     folder, names = Path(files[0]).parent, [path.stem for path in (ROOT / "patches" / upstream).glob("*.patch")]
     here = [name for name in names if checkout.read(f"{folder}/{name}.py")]
     behind = [name for name in here if lock.get(name, {}).get("commit") != checkout.commit]
     if behind:
         print(f"the pin stays where it is, for these aren't refreshed: {', '.join(sorted(behind))}")
-    if not git(directory, "branch", "--remotes", "--contains", checkout.commit):
-        print(f"{checkout.commit} is on no remote branch there: has upstream published it?")
     return new, None if behind else checkout.commit
 
 
@@ -198,7 +200,7 @@ def main(action, directory, upstream, *files):
     try:
         new, commit = refresh(directory, upstream, files) if action == "refresh" else (export(directory, upstream, files), None)
     except Refused as reason:
-        sys.exit(f"apply.sh: {directory}: {reason}")
+        sys.exit(f"apply.sh: {directory}: " + str(reason).replace("\n", "\n  "))
     for path, text in new.items():
         show(path, text)
     sys.stdout.flush()
@@ -210,3 +212,5 @@ def main(action, directory, upstream, *files):
         if git(ROOT, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit", commit) is None:
             sys.exit(f"apply.sh: upstream/pins.ini can't be written: the pin of {upstream} has to be {commit}")
         print(f"upstream/pins.ini: {upstream} is at {commit}")
+    if action == "refresh" and not git(directory, "branch", "--remotes", "--contains", "HEAD"):
+        print("its commit is on no remote branch there: has upstream published it?")

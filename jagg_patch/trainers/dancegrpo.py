@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..contract import DANCEGRPO
+from ..contract import CONTRACTS
 from ..cost import StepCost
 from ..errors import JaggError
 from ..intercept import call_lines, require_module, require_parameters
@@ -17,10 +17,9 @@ from . import wrap
 
 @dataclass(frozen=True)
 class DanceGrpoTrainer:
-    """The names of a trainer of the shared shape; what the wrappers rely on is its `contract`.
+    """A trainer of the shared shape; the names that are wrapped, and what the wrappers rely on, are its `contract`.
 
-    `train_one_step` runs one training step, `sample_reference_model` the rollout, `run_sample_step` a batch of it,
-    `grpo_one_step` one training forward, `flux_step` the solver step inside it.
+    The loop runs one training step, the rollout is all of its samples', `run_sample_step` a batch of it.
     """
 
     name: str
@@ -29,7 +28,10 @@ class DanceGrpoTrainer:
     best_of_n: bool = False  # it trains --bestofn of each --num_generations samples
 
     in_main = False
-    contract = DANCEGRPO
+
+    @property
+    def contract(self):
+        return CONTRACTS[self.name]
 
     def check(self, namespace):
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
@@ -39,7 +41,7 @@ class DanceGrpoTrainer:
         self._permutation_lines(namespace)
 
     def _permutation_lines(self, namespace):
-        return call_lines(namespace["train_one_step"], self.contract.permutation, "randperm")
+        return call_lines(namespace[self.contract.loop], self.contract.permutation, "randperm")
 
     def defaults(self, args):
         """Settings whose default isn't JaggConfig's."""
@@ -60,11 +62,12 @@ class DanceGrpoTrainer:
 
     def start(self, namespace, begin):
         """`{name: replacement}` that calls `begin()` before the first training step, when the ranks can talk."""
-        return wrap.start_with(namespace, "train_one_step", begin, before=True)
+        return wrap.start_with(namespace, self.contract.loop, begin, before=True)
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
-        train_one_step = namespace["train_one_step"]
+        contract = self.contract
+        train_one_step = namespace[contract.loop]
 
         @functools.wraps(train_one_step)
         def wrapped_train_one_step(*args, **kwargs):
@@ -72,7 +75,7 @@ class DanceGrpoTrainer:
                 session.rollout_begins()
                 return train_one_step(*args, **kwargs)
 
-        sample_reference_model = namespace["sample_reference_model"]
+        sample_reference_model = namespace[contract.rollout]
         bind_rollout = inspect.signature(sample_reference_model).bind
 
         @functools.wraps(sample_reference_model)
@@ -98,14 +101,14 @@ class DanceGrpoTrainer:
             return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at, latents, arguments["pre_latents"], at)
 
         wrapped = {
-            "train_one_step": wrapped_train_one_step,
-            "sample_reference_model": wrapped_sample_reference_model,
-            "grpo_one_step": wrap.training_forward(namespace["grpo_one_step"], session, read),
-            "flux_step": wrap.solver_step(namespace["flux_step"], session, "latents"),
+            contract.loop: wrapped_train_one_step,
+            contract.rollout: wrapped_sample_reference_model,
+            contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
+            contract.solver: wrap.solver_step(namespace[contract.solver], session, "latents"),
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
         }
         if session.skipping.is_on:
-            for function, parameters in self.contract.skipping.items():
+            for function, parameters in contract.skipping.items():
                 require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
             wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
         return wrapped

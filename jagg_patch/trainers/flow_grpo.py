@@ -70,7 +70,7 @@ class FlowGrpoTrainer:
 
     def wrappers(self, namespace, session):
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
-        flags, rollout = namespace["FLAGS"], self.contract.rollout
+        flags, contract = namespace["FLAGS"], self.contract
 
         def plan():
             steps = self.steps(flags.config)
@@ -86,21 +86,22 @@ class FlowGrpoTrainer:
 
         around_rollout = [session.rollout]
         if session.skipping.is_on:
-            pipeline = inspect.unwrap(namespace[rollout]).__globals__  # the rollout's solver step is that of its own module
+            # The rollout's solver step is that of its own module.
+            pipeline = inspect.unwrap(namespace[contract.rollout]).__globals__
             for where in (namespace, pipeline):
-                for function, parameters in self.contract.skipping.items():
+                for function, parameters in contract.skipping.items():
                     require_parameters(where, function, parameters, without="JAGG_SKIP_FORWARDS=0")
-            recorded = wrap.solver_step(pipeline["sde_step_with_logprob"], session, "sample")
-            around_rollout.append(functools.partial(wrap.replaced, pipeline, "sde_step_with_logprob", recorded))
+            recorded = wrap.solver_step(pipeline[contract.solver], session, "sample")
+            around_rollout.append(functools.partial(wrap.replaced, pipeline, contract.solver, recorded))
 
         def require_fit(accelerator, prepared=()):  # where DeepSpeed may still change how many steps it accumulates
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
-            rollout: wrap.within(namespace[rollout], *around_rollout),
-            "compute_log_prob": wrap.training_forward(namespace["compute_log_prob"], session, read),
-            "sde_step_with_logprob": wrap.solver_step(namespace["sde_step_with_logprob"], session, "sample"),
+            contract.rollout: wrap.within(namespace[contract.rollout], *around_rollout),
+            contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
+            contract.solver: wrap.solver_step(namespace[contract.solver], session, "sample"),
         }
         if "eval" in namespace:
             wrapped["eval"] = wrap.within(namespace["eval"], session.evaluation)

@@ -780,6 +780,26 @@ def test_commit_undoes_all_if_a_git_hook_refuses(checkout, applied):
     assert git(checkout, "rev-parse", "HEAD") == head
 
 
+@pytest.mark.parametrize("applied", [False, True], ids=["fresh", "applied"])
+def test_an_interrupted_commit_is_undone(checkout, applied):
+    """Ctrl-C in the middle of git am, which reaches all of the process group."""
+    if applied:
+        run_apply(checkout)
+    interrupt = checkout / ".git/hooks/pre-applypatch"
+    interrupt.parent.mkdir(exist_ok=True)
+    interrupt.write_text("#!/bin/sh\nmkdir .git/second_time || kill -INT 0\n")
+    interrupt.chmod(0o755)
+    before, head = snapshot(checkout), git(checkout, "rev-parse", "HEAD")
+    process = subprocess.Popen([ROOT / "apply.sh", "--commit", checkout], start_new_session=True)
+    assert process.wait(timeout=60) == -signal.SIGINT
+    assert (checkout / ".git/second_time").is_dir()
+    assert snapshot(checkout) == before and git(checkout, "rev-parse", "HEAD") == head
+    assert not (checkout / ".git/rebase-apply").exists()
+    interrupt.unlink()
+    run_apply("--commit", checkout)
+    assert len(subjects(checkout)) == len(FILES) + 1
+
+
 def test_reverse_commit_undoes_all_if_a_git_hook_refuses(checkout):
     run_apply("--commit", checkout)
     refuse = checkout / ".git/hooks/pre-commit"

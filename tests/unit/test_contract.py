@@ -118,6 +118,10 @@ HARMLESS = {
         "            advantages = advantages.clamp(-9, 9)\n            loss = -(advantages[i]",
     ],
     "the step selected": ["            step = perms[i][j]\n", "            step = perms[i].select(0, int(j))\n"],
+    "terms added up": [
+        BACKWARD,
+        f"            for term in (loss, loss):\n                loss = loss + 0 * term\n{BACKWARD}",
+    ],
     "a second use of the variable": [
         BACKWARD,
         f"            loss, _ = torch.stack([loss, loss]).max(dim=0)\n            [i for i in range(2)]\n{BACKWARD}",
@@ -442,6 +446,22 @@ def test_what_the_text_does_not_show_stops_the_run_before_a_wrong_gradient_is_us
     assert verdict(module) == []
     with pytest.raises(JaggError, match=words):
         gradients(module, schedule)
+
+
+def test_another_name_is_a_change_of_the_contract_alone(load_loop, monkeypatch, expected, schedule):
+    """As patches/README.md says."""
+    renamed = {name: f"policy_{name}" for name in ("train_one_step", "sample_reference_model", "grpo_one_step", "flux_step")}
+    text = TEXT
+    for old, new in renamed.items():
+        text = text.replace(f"{old}(", f"{new}(")
+    module = load_loop(FLUX, TEXT, f"{text}\n\ndef train_one_step(*args):\n    return policy_train_one_step(*args)\n")
+    names = {field: renamed[getattr(DANCEGRPO, field)] for field in ("loop", "rollout", "forward", "solver")}
+    parameters, skipping = (
+        {renamed.get(name, name): wanted for name, wanted in wanted_of.items()}
+        for wanted_of in (DANCEGRPO.parameters, DANCEGRPO.skipping)
+    )
+    monkeypatch.setitem(CONTRACTS, FLUX, replace(DANCEGRPO, **names, parameters=parameters, skipping=skipping))
+    assert torch.equal(gradients(module, schedule), expected)
 
 
 def test_what_skipped_forwards_need_is_asked_for_where_they_are_skipped(load_loop, schedule, expected):

@@ -113,23 +113,22 @@ git_apply() { # options, --, trainers
 
 has_hook() { grep -qsF "$hook" "$dir/$(target_of "$1")"; }
 
-margin_of() { sed -n "$1s/[^[:blank:]].*//p" "$file"; } # of a line; nothing if it is blank
-
-without_margins() { sed 's/^[[:blank:]]*//; s/\r$//'; }
-
-# Where the lines that a trainer's patch adds stand in its file, as sed wants it, however indented and before whatever line of the
-# same indentation; nothing unless they stand there whole, and once.
+# Where the lines that a trainer's patch adds stand in its file, as sed wants it: however indented, with empty lines between (a
+# formatter's), and before whatever line of the same indentation. Nothing unless they stand there whole, and once.
 hook_lines() {
-  local file lines n first last found=()
-  file=$dir/$(target_of "$1")
-  lines=$(sed -n '/^@@/,/^-- $/s/^+//p' "$patches/$1.patch" | without_margins)
-  n=$(wc -l <<<"$lines")
-  while IFS=: read -r first _; do
-    last=$((first + n - 1))
-    if [ "$(sed -n "$first,${last}p" "$file" | without_margins)" != "$lines" ]; then continue; fi
-    if [ "$(margin_of "$first")" = "$(margin_of $((last + 1)))" ]; then found+=("$first,$last"); fi
-  done < <(grep -nF -e "$(head -n 1 <<<"$lines")" "$file")
-  if [ ${#found[@]} -eq 1 ] && [ "$(grep -cF "$hook" "$file")" -eq 1 ]; then echo "${found[0]}"; fi
+  sed -n '/^@@/,/^-- $/s/^+//p' "$patches/$1.patch" | awk -v hook="$hook" '
+    { line = $0; sub(/\r$/, "", line); sub(/^[ \t]+/, "", line) }
+    NR == FNR { if (line != "") hook_line[++n] = line; next }
+    index($0, hook) { n_hooks++ }
+    line == "" || (complete && line ~ /^#/) { next }
+    { margin = $0; sub(/[^ \t].*/, "", margin) }
+    complete { complete = 0; if (margin == margin_of_first) { found = first "," last; n_found++ } }
+    line != hook_line[k + 1] { k = 0 }
+    line == hook_line[k + 1] {
+      if (++k == 1) { first = FNR; margin_of_first = margin }
+      if (k == n) { last = FNR; complete = 1; k = 0 }
+    }
+    END { if (n_found == 1 && n_hooks == 1) print found }' - "$dir/$(target_of "$1")"
 }
 
 take_out() { # of trainers that are `applied`
@@ -644,9 +643,17 @@ clone_if_default() {
 enter() { # the checkout dir
   require_upstream
   dir=$(cd "$dir" && pwd -P)
+  case $action in apply | reverse) lock ;; esac
   exclude=$(exclude_file)
   prefix=$(git -C "$dir" rev-parse --show-prefix 2>/dev/null || true) # of DIR inside a repository that holds it
   look
+}
+
+lock() { # until this run or the next lock ends; where there is no flock, or a file system without, go on
+  if command -v flock >/dev/null; then
+    exec 9<"$dir"
+    flock --nonblock 9 || [ $? -ne 1 ] || die 1 "$dir: another apply.sh is at work there" "let it end, then try again"
+  fi
 }
 
 in_each() { # a function that changes no checkout, in every one; exit if it refuses one

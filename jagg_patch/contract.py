@@ -17,7 +17,7 @@ HOOK = "jagg_patch.install(globals()"
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, *TRIES, *COMPREHENSIONS)
-WITHOUT_GRADIENT = ("no_grad", "inference_mode", "set_grad_enabled(False)")
+WITHOUT_GRADIENT = ("no_grad", "inference_mode", "set_grad_enabled(False)", "set_grad_enabled(mode=False)")
 USES_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad", "register_hook")
 
 
@@ -440,7 +440,11 @@ class Source:
             yield Difference(f"there are {len(mine)} calls of backward() in {loop}", "JAGG takes one gradient a step")
         elif mine[0].lineno < max(call.lineno for call in forwards):
             yield Difference(f"backward() comes before the forward in {loop}", "a step's loss would meet another step's graph")
-        elif any(steps in self._around(branch, LOOPS) for node in mine for branch in self._around(node, MAY_NOT_RUN)):
+        elif any(
+            steps in self._around(one, LOOPS) and self._may_pass_by(mine, one)
+            for node in mine
+            for one in self._around(node, MAY_NOT_RUN)
+        ):
             yield Difference(f"backward() is conditional in {loop}", "a step without it would leave a group open")
         for node in backwards:
             if node not in mine:
@@ -452,10 +456,21 @@ class Source:
                 yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
         yield from self._gradients(contract, steps, loop)
 
+    def _may_pass_by(self, nodes, branch):
+        """Whether a pass through `branch` may run none of `nodes`."""
+        if isinstance(branch, TRIES):
+            return not all(isinstance(handler.body[-1], ast.Raise) for handler in branch.handlers)
+        if isinstance(branch, ast.If):
+            return not all(
+                any(node in ast.walk(one) for one in block for node in nodes) for block in (branch.body, branch.orelse)
+            )
+        return True
+
     def _gradients(self, contract, steps, loop):
         """What the loop over steps does to gradients, itself or in a function of this file that it calls."""
         for node in ast.walk(steps):
-            function = self.defined.get(getattr(node, "id", None))
+            name = getattr(node, "id", None)
+            function = self.defined.get(name) if name != contract.loop else None
             # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
             is_conditional = any(steps in self._around(branch, LOOPS) for branch in self._around(node, ast.If))
             for part in [node] if function is None else ast.walk(function):
@@ -533,7 +548,7 @@ class Source:
             for node in self._backwards(steps)
             for part in (node.func.value, *node.args, *(keyword.value for keyword in node.keywords))
         ]
-        one_pass = Pass(steps)
+        one_pass = Pass(steps, function)
         for names, means in (
             (counters(steps.target, steps.iter, permuted), "the step's place in the loop"),
             (one_pass.carried, "what the steps before left"),

@@ -6,10 +6,12 @@ same: `state.mean`, `info["loss"]`.
 """
 
 import ast
+from collections import Counter
 from typing import NamedTuple
 
 CHANGING = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")  # and add_()
 INDEXING = ("select", "narrow", "index_select", "gather", "take", "take_along_dim", "__getitem__")
+BUILDING = (ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Slice)
 SIZES = ("device", "dtype", "shape", "size", "ndim")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -27,7 +29,11 @@ class Assignment(NamedTuple):
 
 
 def is_variable(node):
-    return isinstance(node, (ast.Name, ast.Attribute)) or isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    if isinstance(node, ast.Attribute) and node.attr != "data":  # which is the tensor itself
+        return is_variable(node.value)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return is_variable(node.value)
+    return isinstance(node, ast.Name)
 
 
 def variables(node):
@@ -107,7 +113,7 @@ def _assignment(node):
         found = getattr(node, "targets", None) or [node.target]
         names = {name for target in found for name in targets(target)}
         builds = isinstance(node, ast.AugAssign) or any(
-            isinstance(part, ast.BinOp) and uses(part, names) for part in ast.walk(node.value)
+            isinstance(part, BUILDING) and uses(part, names) for part in ast.walk(node.value)
         )
         indices = [part.slice for target in found for part in ast.walk(target) if isinstance(part, ast.Subscript)]
         return Assignment(names, [node.value, *indices], builds)
@@ -138,24 +144,23 @@ def affected(found, names, indexed=frozenset(), sizes=True):
 class Pass:
     """One pass of `loop`: its assignments, and those of its variables that another order of the passes could change."""
 
-    def __init__(self, loop):
+    def __init__(self, loop, function):
         nodes = [node for statement in loop.body for node in ast.walk(statement)]
         self._assignments = assignments(nodes)
         self._varying = affected(self._assignments, targets(loop.target))
         # What a condition decides: not whether something is computed that would be the same in every pass.
+        everywhere = Counter(name for one in assignments(ast.walk(function)) for name in one.names)
         for node in nodes:
-            if isinstance(node, (ast.If, ast.IfExp)):
-                inner = [one for one in assignments(ast.walk(node)) if self._varies(one) or self._is_one_of_several(one)]
-                self._assignments += [Assignment(one.names, [node.test]) for one in inner]
+            if isinstance(node, ast.If):
+                for one in assignments(ast.walk(node)):
+                    if self._varies(one) or any(everywhere[name] > 1 for name in one.names):
+                        self._assignments.append(Assignment(one.names, [node.test]))
         read = set()
         _read(loop.body, targets(loop.target), read)
         self.carried = {name for one in self._assignments if self._varies(one) for name in one.names & read}
 
     def _varies(self, one):
         return one.builds or any(uses(source, self._varying) for source in one.sources)
-
-    def _is_one_of_several(self, one):
-        return sum(bool(one.names & other.names) for other in self._assignments) > 1
 
     def decides(self, name, nodes, indexed):
         """Whether the values of `nodes` depend on the variable `name`, but as in `uses`."""
@@ -166,7 +171,7 @@ class Pass:
 def _read(node, done, found):
     """Add to `found` the variables that are read before `node` has surely set them, given those `done`; returns what is then.
 
-    Among `done` are pairs as well: a condition, and what is set where it was true.
+    Among `done` are pairs as well: conditions that all have to be true, and a variable that is set then.
     """
     if isinstance(node, list):
         for one in node:
@@ -188,13 +193,13 @@ def _read(node, done, found):
         for inner in ast.iter_child_nodes(node):
             _read(inner, done | own, found)
         return done | {node.name} if hasattr(node, "name") else done
-    test = ast.unparse(node.test) if isinstance(node, ast.If) else None
+    tests = _conditions(node)
     ends = {}  # by the fields that are blocks; None for one that the pass doesn't go on from
     # Not in the order of the fields: what is assigned is read before it is set, and that before the blocks.
     last = ("target", "targets", "optional_vars", *BLOCKS)
     for name, value in sorted(ast.iter_fields(node), key=lambda item: last.index(item[0]) if item[0] in last else -1):
         if name in BLOCKS:
-            known = {pair[1] for pair in done if pair[0] == test and isinstance(pair, tuple)} if name == "body" else set()
+            known = {pair[1] for pair in done if isinstance(pair, tuple) and pair[0] <= tests.get(name, frozenset())}
             ends[name] = _end(value, done | known, found)
         elif name in ("handlers", "cases"):
             ends[name] = [_end(branch.body, done, found) for branch in value]
@@ -204,11 +209,19 @@ def _read(node, done, found):
     if isinstance(node, (ast.With, ast.AsyncWith, *LOOPS)):
         return ends["body"] or done  # a loop within the pass is taken to run
     if isinstance(node, (ast.If, ast.IfExp)):
-        pairs = {(test, name) for name in (ends["body"] or done) - done if isinstance(name, str)}
+        pairs = {(tests[block], name) for block in tests for name in (ends[block] or done) - done if isinstance(name, str)}
         return _meet([ends["body"], ends["orelse"]], done) | pairs
     if isinstance(node, TRIES):
         return _meet([ends["body"] and ends["body"] | (ends["orelse"] or set()), *ends["handlers"]], done) | ends["finalbody"]
     return done
+
+
+def _conditions(node):
+    """Of the branches of an `if`: what is true in them."""
+    if not isinstance(node, (ast.If, ast.IfExp)):
+        return {}
+    both = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
+    return {"body": frozenset(map(ast.unparse, both)), "orelse": frozenset([f"not {ast.unparse(node.test)}"])}
 
 
 def _end(block, done, found):

@@ -190,6 +190,9 @@ def export(directory, upstream, files):
                 f"{file}: it has other changes than lines before the statement that the hook belongs to\n"
                 "commit or stash what isn't JAGG's, then export"
             )
+        hook = after[place : place + len(after) - len(before)]
+        if not (hook[0].strip() and hook[-1].strip()):
+            raise Refused(f"{file}: the hook begins or ends with an empty line\ntake that out, then export")
         new[path] = with_change(path.read_text(), file, text, edited)
         print(f"  {file:40} {'exported' if new[path] != path.read_text() else 'as in its patch'}")
     return new

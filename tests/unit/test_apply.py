@@ -780,6 +780,25 @@ def test_commit_undoes_all_if_a_git_hook_refuses(checkout, applied):
     assert git(checkout, "rev-parse", "HEAD") == head
 
 
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock runs aren't kept apart")
+def test_a_second_run_at_the_same_time_is_refused(checkout, tmp_path):
+    """The first waits in git until the second has ended."""
+    os.mkfifo(tmp_path / "go")
+    env = path_with(
+        tmp_path, "git", f'case "$*" in *am\\ *) read -r _ <"{tmp_path}/go" ;; esac\nexec {shutil.which("git")} "$@"\n'
+    )
+    first = subprocess.Popen([ROOT / "apply.sh", "--commit", checkout], env=os.environ | env, stdout=subprocess.PIPE, text=True)
+    while not (checkout / MODULE).is_dir():
+        assert first.poll() is None
+    for action in ([], ["--reverse"]):
+        done = subprocess.run([ROOT / "apply.sh", *action, checkout], capture_output=True, text=True)
+        assert done.returncode == 1 and "another apply.sh is at work there" in done.stderr
+    (tmp_path / "go").write_text("\n")
+    assert first.wait(timeout=60) == 0
+    assert len(subjects(checkout)) == len(FILES) + 1
+    run_apply("--reverse", "--commit", checkout)
+
+
 @pytest.mark.parametrize("applied", [False, True], ids=["fresh", "applied"])
 def test_an_interrupted_commit_is_undone(checkout, applied):
     """Ctrl-C in the middle of git am, which reaches all of the process group."""

@@ -102,6 +102,24 @@ HARMLESS = {
         "            if args.eta > 0:\n                loss = loss + 0 * (new_log_probs - reference).mean()\n"
         f"{BACKWARD}",
     ],
+    "a reference, and a log of it under more conditions": [
+        BACKWARD,
+        "            if args.eta > 0:\n                reference = new_log_probs.detach()\n"
+        f"                loss = loss + 0 * (new_log_probs - reference).mean()\n{BACKWARD}"
+        "            if args.eta > 0 and j == 99:\n                print(reference)\n"
+        "            seen = reference.mean().item() if args.eta > 0 else 0.0\n"
+        "            visited[-1] += 0 * int(seen)\n",
+    ],
+    "one backward or the other": [
+        BACKWARD,
+        "            if args.eta > 0:\n                loss.backward()\n"
+        "            else:\n                (1 * loss).backward()\n",
+    ],
+    "a backward that is tried": [
+        BACKWARD,
+        "            try:\n                loss.backward()\n            except RuntimeError:\n                raise\n"
+        "            finally:\n                del loss\n",
+    ],
     "the loss and the log in one dictionary": [
         LOOPS,
         f"    info = {{'seen': []}}\n{LOOPS}",
@@ -260,6 +278,46 @@ BROKEN = {
             f"            before.append(loss.item())\n            loss = loss / before[0]\n{BACKWARD}",
         ],
         "depends on before, what the steps before left",
+    ],
+    "a constant from some place on": [
+        [
+            LOOPS,
+            LOOPS.replace(":\n        for j", ":\n        scale = 1.0\n        for j"),
+            BACKWARD,
+            f"            if j >= 5:\n                scale = 0.5\n            loss = loss * scale\n{BACKWARD}",
+        ],
+        "depends on j, the step's place",
+    ],
+    "a stop from some step on": [
+        [
+            LOOPS,
+            LOOPS.replace(":\n        for j", ":\n        stop = False\n        for j"),
+            BACKWARD,
+            "            if ratio.mean() > 2:\n                stop = True\n"
+            f"            if stop:\n                loss = loss * 0\n{BACKWARD}",
+        ],
+        "depends on stop, what the steps before left",
+    ],
+    "a sign that turns": [
+        [LOOPS, f"    sign = 1\n{LOOPS}", BACKWARD, f"            sign = -sign\n            loss = loss * sign\n{BACKWARD}"],
+        "depends on sign, what the steps before left",
+    ],
+    "a mean kept in a tensor's data": [
+        [
+            LOOPS,
+            f"    mean = torch.ones(())\n{LOOPS}",
+            BACKWARD,
+            f"            mean.data = 0.9 * mean.data + 0.1 * loss.detach()\n            loss = loss / mean\n{BACKWARD}",
+        ],
+        "depends on mean, what the steps before left",
+    ],
+    "the place as a size": [
+        [BACKWARD, f"            loss = loss * perms[i][:j].shape[0]\n{BACKWARD}"],
+        "depends on j, the step's place",
+    ],
+    "one branch without a backward": [
+        [BACKWARD, f"            if j == 3:\n                pass\n            else:\n    {BACKWARD}"],
+        "backward() is conditional",
     ],
     "a mean kept in a tensor": [
         [

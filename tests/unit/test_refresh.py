@@ -199,6 +199,18 @@ def test_a_hook_that_would_never_start_anything_is_found(checkout, place):  # no
     assert_refused(checkout, "--check", says=says)
 
 
+@pytest.mark.parametrize("between", ["\n", "\n\n"])
+@pytest.mark.parametrize("below", ["", "\n", "# theirs\n", "    # theirs\n\n"])
+def test_a_hook_that_a_formatter_has_spaced_is_still_ours(checkout, between, below):  # noqa: F811
+    run_apply(checkout)
+    first, second = HOOKS[PARSE].splitlines()
+    edit(checkout / FLUX, HOOKS[PARSE], f"{first}\n{between}{second}\n{below}")
+    without = (checkout / FLUX).read_text().replace(f"{first}\n{between}{second}\n", "")
+    assert row(run_apply("--check", checkout))[:2] == ("applied", "holds")
+    run_apply("--reverse", checkout)
+    assert (checkout / FLUX).read_text() == without
+
+
 def test_a_hook_that_a_branch_would_be_empty_without_stays(checkout):  # noqa: F811
     run_apply(checkout)
     edit(checkout / FLUX, HOOKS[PARSE], "    if True:\n" + HOOKS[PARSE].replace("    ", "        "))
@@ -270,6 +282,16 @@ def test_a_patch_changed_by_hand_is_exported_and_applied(checkout, patch_set):  
     assert (checkout / FLUX).read_text() == edited
 
 
+@pytest.mark.parametrize("hook", ["\n{}", "{}\n"])
+def test_a_hook_with_an_empty_line_at_an_end_is_not_exported(checkout, patch_set, hook):  # noqa: F811
+    run_apply(checkout)
+    edit(checkout / FLUX, HOOKS[PARSE], hook.format(HOOKS[PARSE]))
+    before = snapshot(patch_set)
+    says = [FLUX, "begins or ends with an empty line"]
+    assert_refused(checkout, "--export", "--only", "train_grpo_flux", says=says, patch_set=patch_set)
+    assert snapshot(patch_set) == before
+
+
 def test_a_hook_of_several_levels_survives_a_refresh(checkout, patch_set):  # noqa: F811
     hook = "    if not args:\n        # indented\n\n        import jagg_patch\n    jagg_patch.install(globals(), parser)\n"
     run_apply(checkout, patch_set=patch_set)
@@ -335,11 +357,12 @@ def test_the_doctor_prints_what_check_does(checkout):  # noqa: F811
 
 def test_without_a_python_that_can_the_contracts_are_left_to_the_start(checkout, tmp_path):  # noqa: F811
     (tmp_path / "bin").mkdir()
-    for name in ("python3", "python"):
+    for name in ("python3", "python", *(f"python3.{minor}" for minor in range(10, 14))):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / "bin" / name).chmod(0o755)
     env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     printed = run_apply("--check", checkout, env=env)
     assert "they are checked when training starts" in printed and row(printed)[:2] == ("ready", "unknown")
+    assert row(run_apply("--check", checkout, env=env | {"PYTHON": sys.executable}))[:2] == ("ready", "holds")
     run_apply(checkout, env=env)
     assert_refused(checkout, "--refresh", says="needs Python 3.10", env=env)

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -787,14 +787,18 @@ def test_a_second_run_at_the_same_time_is_refused(checkout, tmp_path):
     env = path_with(
         tmp_path, "git", f'case "$*" in *am\\ *) read -r _ <"{tmp_path}/go" ;; esac\nexec {shutil.which("git")} "$@"\n'
     )
-    first = subprocess.Popen([ROOT / "apply.sh", "--commit", checkout], env=os.environ | env, stdout=subprocess.PIPE, text=True)
-    while not (checkout / MODULE).is_dir():
-        assert first.poll() is None
-    for action in ([], ["--reverse"]):
-        done = subprocess.run([ROOT / "apply.sh", *action, checkout], capture_output=True, text=True)
-        assert done.returncode == 1 and "another apply.sh is at work there" in done.stderr
-    (tmp_path / "go").write_text("\n")
-    assert first.wait(timeout=60) == 0
+    first = subprocess.Popen([ROOT / "apply.sh", "--commit", checkout], env=os.environ | env, start_new_session=True)
+    try:
+        while not (checkout / MODULE).is_dir():
+            assert first.poll() is None
+        for action in ([], ["--reverse"]):
+            done = subprocess.run([ROOT / "apply.sh", *action, checkout], capture_output=True, text=True)
+            assert done.returncode == 1 and "another apply.sh is at work there" in done.stderr
+        (tmp_path / "go").write_text("\n")
+        assert first.wait(timeout=60) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
     assert len(subjects(checkout)) == len(FILES) + 1
     run_apply("--reverse", "--commit", checkout)
 

@@ -29,10 +29,10 @@ from ..errors import JaggError
 from ..log import now
 from ..plan import forwards_a_group, plan_groups
 from ..session import Session
-from ..trainers.dancegrpo import DanceGrpoTrainer
+from ..trainers.dancegrpo import TRAINERS
 from . import made_by, make_folder
 
-TRAINER = DanceGrpoTrainer("bench")
+TRAINER = TRAINERS["train_grpo_flux"]  # whose shape the measured loop has
 RECOMPUTE = {"on": 1.0, "half": 0.5, "off": 0.0}  # share of the blocks under activation checkpointing
 MODES = {
     "exact": {"frac": 0},

@@ -309,7 +309,7 @@ put_back() {
   if [ -n "$head" ] && { [ -d "$(git_path rebase-apply)" ] || [ "$(git -C "$dir" rev-parse HEAD)" != "$head" ]; }; then
     # Not git am --abort: it wants a clean tree, and objects that a partial clone may lack.
     git -C "$dir" am --quit 2>/dev/null || true
-    git -C "$dir" update-ref HEAD "$head"
+    git -C "$dir" update-ref HEAD "$head" || true # if git holds it: the files are put back all the same
     for name in "${trainers[@]}"; do git -C "$dir" reset --quiet -- "$(target_of "$name")" 2>/dev/null || true; done
   fi
   for name in "${trainers[@]}"; do

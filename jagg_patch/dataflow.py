@@ -212,7 +212,8 @@ def _read(node, done, found):
         pairs = {(tests[block], name) for block in tests for name in (ends[block] or done) - done if isinstance(name, str)}
         return _meet([ends["body"], ends["orelse"]], done) | pairs
     if isinstance(node, TRIES):
-        return _meet([ends["body"] and ends["body"] | (ends["orelse"] or set()), *ends["handlers"]], done) | ends["finalbody"]
+        whole = None if None in (ends["body"], ends["orelse"]) else ends["body"] | ends["orelse"]
+        return _meet([whole, *ends["handlers"]], done) | (ends["finalbody"] or set())
     return done
 
 

@@ -105,7 +105,7 @@ class StableDiffusionTrainer:
         """`{name: replacement}` for `namespace`; every replacement calls the original."""
         rollout, undo = _Rollout(), ExitStack()
         flags, lines = namespace["FLAGS"], call_lines(namespace["main"], self.contract.permutation, "randperm")
-        pipeline_with_logprob = namespace["pipeline_with_logprob"]
+        pipeline_with_logprob = namespace[self.contract.rollout]
 
         @functools.wraps(pipeline_with_logprob)
         def wrapped_pipeline_with_logprob(pipeline, *args, **kwargs):
@@ -133,7 +133,7 @@ class StableDiffusionTrainer:
 
         return {
             "main": wrap.whole_main(namespace["main"], session, undo=undo),
-            "pipeline_with_logprob": wrapped_pipeline_with_logprob,
+            self.contract.rollout: wrapped_pipeline_with_logprob,
             "Accelerator": wrap.accelerator(namespace["Accelerator"], after_init, after_prepare),
             "torch": wrap.torch_with_order(namespace["torch"], lines, functools.partial(rollout.order, session)),
         }

@@ -144,6 +144,15 @@ HARMLESS = {
         BACKWARD,
         f"            loss, _ = torch.stack([loss, loss]).max(dim=0)\n            [i for i in range(2)]\n{BACKWARD}",
     ],
+    "blocks that the pass doesn't go on from": [
+        BACKWARD,
+        "            if args.eta > 99:\n                try:\n                    loss = loss.detach()\n"
+        "                except ValueError:\n                    raise\n    "
+        "            else:\n                    raise ValueError\n"
+        "                finally:\n                    raise ValueError\n"
+        "            if args.eta > 99:\n                raise ValueError\n            else:\n                scale = 1.0\n"
+        f"            loss = loss * scale\n{BACKWARD}",
+    ],
     "a condition of several branches": [
         BACKWARD,
         "            try: scale = 1.0\n            except ValueError: scale = 2.0\n"

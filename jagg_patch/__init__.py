@@ -8,7 +8,7 @@ __version__ = "0.6.0"
 from .config import JaggConfig
 from .errors import JaggError
 from .install import install
-from .joint import group_backward
-from .plan import alphas, plan_groups
+from .method.folding import group_backward
+from .method.plan import alphas, plan_groups
 
 __all__ = ["JaggConfig", "JaggError", "alphas", "group_backward", "install", "plan_groups"]

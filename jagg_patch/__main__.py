@@ -1,30 +1,20 @@
-"""`python -m jagg_patch COMMAND`."""
+"""`python -m jagg_patch report`: what a run's log says."""
 
 import argparse
-import importlib
 import sys
 
 from .errors import JaggError
-
-COMMANDS = {
-    "bench": "how much faster training steps are on this machine",
-    "doctor": "whether the patches and contracts of a checkout hold",
-    "probe": "how good grouped gradients are on the mini trainer's model",
-    "report": "what a run's log says of its gradients, and which frac and W to choose",
-}
+from .evidence import report
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m jagg_patch", description="tools around the patch set")
+    parser = argparse.ArgumentParser(prog="python -m jagg_patch", description="beside a trainer that JAGG is in")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, help in COMMANDS.items():
-        module = importlib.import_module(f".commands.{name}", __package__)
-        command = subparsers.add_parser(name, help=help, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    help = "what a run's log says of its gradients, and which frac and W to choose"
+    report.add_arguments(subparsers.add_parser("report", help=help, description=report.__doc__))
     args = parser.parse_args()
     try:
-        args.run(args)
+        report.run(args)
     except JaggError as error:
         sys.exit(f"jagg_patch: {error}")
 

@@ -1,10 +1,11 @@
-"""The lines that rank 0 prints at start: version, trainer, settings, plan, predicted saving."""
+"""The lines that rank 0 prints: at start version, trainer, settings, plan, predicted saving; later what they came to."""
 
 from . import __version__
 from .config import AUTO
-from .cost import probe_cost, training_step_cost, update_cost
-from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, Role, forwards_a_group, least_forwards, plan_groups, step_roles, whole_groups
-from .schedule import MEASURED_UPDATES
+from .loop.schedule import MEASURED_UPDATES
+from .loop.watcher import Watcher
+from .method.cost import probe_cost, training_step_cost, update_cost
+from .method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group, least_forwards, places, plan_groups, whole_groups
 
 MEMORY = {
     "joint": "a second graph, whole gradients, and under FSDP1 with resharding whole weights, more than unpatched",
@@ -60,7 +61,7 @@ def describe_plan(n_trajectory, n_visited, groups):
     if not groups:
         return f"{n_visited} of {n_trajectory} steps visited, all exact: nothing is grouped, nothing is changed"
     sizes = [len(group) for group in groups if len(group) > 1]
-    n_exact = step_roles(n_visited, groups).count(Role.EXACT)
+    n_exact = sum(place.is_exact for place in places(n_visited, groups))
     return (
         f"{n_visited} of {n_trajectory} steps visited, in trajectory order: {sum(sizes)} in "
         f"{len(sizes)} group{'s' * (len(sizes) > 1)} ({'+'.join(map(str, sizes))}), {n_exact} exact"
@@ -77,6 +78,25 @@ def describe_probe(record):
         f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {' '.join(shown)}{brackets} "
         f"({record['probe_seconds']:.1f} s)"
     )
+
+
+class FirstUpdate(Watcher):
+    """Says after the first update with groups in it what the plan came to."""
+
+    def __init__(self, stats, say):
+        self._stats, self._say = stats, say
+        self._is_said = False
+
+    def optimizer_steps(self, session, optimizer):
+        stats = self._stats
+        if self._is_said or not stats.groups:
+            return
+        skipped = f", {stats.skipped_forwards} forwards skipped" if stats.skipped_forwards > 0 else ""
+        self._say(
+            f"JAGG: first optimizer step after {stats.backward_passes} backward passes through the model instead of "
+            f"{stats.backward_passes_unpatched}{skipped}"
+        )
+        self._is_said = True
 
 
 def share(frac):

@@ -9,14 +9,19 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from . import __version__
-from .banner import banner, describe_probe
+from .banner import FirstUpdate, banner, describe_probe
 from .config import FLAG_PREFIX, JaggConfig, add_flags
-from .cost import StepCost
 from .errors import JaggError
-from .intercept import require_contract, require_parameters
-from .log import Log
-from .session import Session, Stats
+from .evidence.log import Log
+from .evidence.probe import Probe
+from .evidence.routing import Routing
+from .evidence.stats import Recorder, Stats
+from .loop.schedule import Schedule
+from .loop.session import Session
+from .loop.skipping import Skipping
+from .method.cost import StepCost
 from .trainers import find_trainer
+from .trainers.intercept import require_contract, require_parameters
 
 MARK = "__jagg__"  # in a namespace that JAGG is installed in
 
@@ -32,7 +37,6 @@ class Handle:
         namespace[MARK] = self
         self._originals = {}
         self._parser = None
-        self._reported = False
         self._log = None
         # Until the trainer's arguments are parsed.
         self._costs = {"sampled_steps": None, "step_cost": asdict(StepCost())}
@@ -61,8 +65,7 @@ class Handle:
             self._trainer.check(self._namespace)
             if (config.log or config.probe_every) and is_first_rank():
                 self._log = Log(config.log)
-            session = Session(config, self._report, say_on_rank_zero, self._record)
-            self.stats = session.stats
+            session = make_session(config, self.stats, say_on_rank_zero, self._record)
             self._wrap(self._trainer.wrappers(self._namespace, session))
         # What needs the process group. Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
         self._wrap(self._trainer.start(self._namespace, functools.partial(require_same_on_all_ranks, config)))
@@ -124,17 +127,6 @@ class Handle:
                 raise SystemExit(f"jagg_patch: {error}") from None
             raise
 
-    def _report(self):
-        """After the first update with groups in it: what the plan came to."""
-        if not self._reported and self.stats.groups:
-            stats = self.stats
-            skipped = f", {stats.skipped_forwards} forwards skipped" if stats.skipped_forwards > 0 else ""
-            say_on_rank_zero(
-                f"JAGG: first optimizer step after {stats.backward_passes} backward passes through the model instead of "
-                f"{stats.backward_passes_unpatched}{skipped}"
-            )
-            self._reported = True
-
     def _record(self, record):
         """At the end of a training step."""
         if record["probe"]:
@@ -149,6 +141,22 @@ class Handle:
             steps, cost = self._trainer.steps(args), self._trainer.step_cost(args)
             self._costs = {"sampled_steps": steps.sampled, "step_cost": asdict(cost)}
         say_on_rank_zero(banner(self._trainer, self.config, args))
+
+
+def make_session(config, stats=None, say=lambda line: None, write=lambda record: None):
+    """A `Session` with everyone who watches one.
+
+    Args:
+        stats: a `Stats` to count in.
+        say: called with what users should know, on every rank.
+        write: called at the end of each training step with its record, a dict.
+    """
+    stats = Stats() if stats is None else stats
+    probe = Probe(config, stats, say)
+    routing = Routing(config, say, probe)
+    recorder = Recorder(stats, probe, write, waits=bool(config.log or config.probe_every))
+    watchers = [stats, FirstUpdate(stats, say), probe, recorder, routing]
+    return Session(config, routing, Schedule(config.schedule, say), Skipping(config, say), watchers)
 
 
 def is_script(namespace):

@@ -26,7 +26,7 @@ import make_base  # noqa: E402
 
 from jagg_patch import JaggConfig, plan_groups  # noqa: E402
 from jagg_patch.commands import made_by  # noqa: E402
-from jagg_patch.cost import update_cost  # noqa: E402
+from jagg_patch.method.cost import update_cost  # noqa: E402
 
 RUNS = {"off": "JAGG off", "on": "JAGG on"}
 LAST = 10  # training steps that "first" and "last" average over

@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 
 from jagg_patch import JaggConfig
 from jagg_patch.commands import made_by
-from jagg_patch.cost import training_step_cost
-from jagg_patch.plan import forwards_a_group, plan_groups
+from jagg_patch.method.cost import training_step_cost
+from jagg_patch.method.plan import forwards_a_group, plan_groups
 
 SAMPLED, TRAINABLE = 16, 15  # steps of the script's trajectories
 N_TRAINING_STEPS = 30  # the script's

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..contract import CONTRACTS
-from ..cost import StepCost
+from ..method.cost import StepCost
 from ..errors import JaggError
-from ..intercept import call_lines, require_module, require_parameters
-from ..plan import Steps
-from ..session import Step
+from .intercept import call_lines, require_module, require_parameters
+from ..method.plan import Steps
+from ..loop.step import Step
 from . import wrap
 
 
@@ -105,7 +105,7 @@ class DanceGrpoTrainer:
             contract.rollout: wrapped_sample_reference_model,
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
             contract.solver: wrap.solver_step(namespace[contract.solver], session, "latents"),
-            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order),
+            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order.sort),
         }
         if session.skipping.is_on:
             for function, parameters in contract.skipping.items():

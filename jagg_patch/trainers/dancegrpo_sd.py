@@ -12,11 +12,11 @@ from types import MethodType
 import torch
 
 from ..contract import DANCEGRPO_SD
-from ..cost import StepCost
+from ..method.cost import StepCost
 from ..errors import JaggError
-from ..intercept import call_lines, changed, require_class, require_module, require_parameters
-from ..plan import Steps
-from ..session import Step
+from .intercept import call_lines, changed, require_class, require_module, require_parameters
+from ..method.plan import Steps
+from ..loop.step import Step
 from . import wrap
 
 
@@ -43,16 +43,16 @@ class _Rollout:
     def order(self, session, permutation):
         """The permutation that puts into our arrangement the steps that `permutation` selects from upstream's, in order."""
         self._is_ordered = True
-        if not session.routes:
+        if not session.order.routes:
             return permutation
-        sample = session.n_ordered
+        sample = session.order.n_ordered
         if sample >= len(self._ours):
             raise JaggError(
                 f"the trainer orders more samples than the {len(self._ours)} of its rollout before it has visited them\n"
                 "the plan would be wrong: run with JAGG_ENABLED=0 and report this upstream version"
             )
         self._upstream[sample] = self._upstream[sample][permutation.cpu()]
-        ordered = session.order(self._upstream[sample])
+        ordered = session.order.sort(self._upstream[sample])
         place_of = self._ours[sample].argsort()
         self._ours[sample] = ordered
         return place_of[ordered].to(permutation)

@@ -5,10 +5,10 @@ import inspect
 from dataclasses import dataclass
 
 from ..contract import CONTRACTS
-from ..cost import StepCost
-from ..intercept import require_class, require_parameters
-from ..plan import Steps
-from ..session import Step
+from ..method.cost import StepCost
+from .intercept import require_class, require_parameters
+from ..method.plan import Steps
+from ..loop.step import Step
 from . import wrap
 
 

@@ -5,10 +5,10 @@ import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from ..config import AUTO
-from ..engines import NO_PROBE_ON_DEEPSPEED
+from ..engines.deepspeed import NO_PROBE
 from ..errors import JaggError
-from ..intercept import ForwardingModule, called_from
-from ..plan import plan_groups
+from .intercept import ForwardingModule, called_from
+from ..method.plan import plan_groups
 
 KNOWN_ENGINES = ("NO", "FSDP", "DEEPSPEED")  # and MULTI_GPU and so on, which are DDP
 
@@ -141,7 +141,7 @@ def require_fit(accelerator, n_visited, config):
     """Raise `JaggError` if groups are planned and accelerate's engine, or when it syncs gradients, doesn't suit them."""
     engine = accelerator.distributed_type.value
     if config.probe_every and engine == "DEEPSPEED":
-        raise JaggError(NO_PROBE_ON_DEEPSPEED)
+        raise JaggError(NO_PROBE)
     if not (plan_groups(n_visited, config) or config.frac == AUTO):
         return
     if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):

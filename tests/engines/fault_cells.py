@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import jagg_patch.schedule
+import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
 
 TOP = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ def decides(out):
     """Each rank has its own data, orders and free memory: for `auto`, only rank 0 could take the joint schedule."""
     rank, records = dist.get_rank(), {}
     loop = load_loop("tests/unit/loop")
-    jagg_patch.schedule.free_bytes = lambda: 2**40 if rank == 0 else 0
+    jagg_patch.loop.schedule.free_bytes = lambda: 2**40 if rank == 0 else 0
     for engine in ENGINES:
         for schedule in ("joint", "sequential", "auto"):
             model = build(engine)

@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 from live import Allocated, Saved
 from matrix import ENGINES, Cell, Engine
 
-import jagg_patch.schedule
+import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
 
 loop = matrix_cells.loop
@@ -58,13 +58,13 @@ def train(engine, settings):
 
 def predicted_excess(engine):
     """What `auto` goes by when it decides, in the second training step with one measured update instead of two."""
-    found, joint_excess = [], jagg_patch.schedule.joint_excess
+    found, joint_excess = [], jagg_patch.loop.schedule.joint_excess
 
     def recorded_joint_excess(*args):
         found.append(joint_excess(*args))
         return found[0]
 
-    jagg_patch.schedule.joint_excess, jagg_patch.schedule.MEASURED_UPDATES = recorded_joint_excess, 1
+    jagg_patch.loop.schedule.joint_excess, jagg_patch.loop.schedule.MEASURED_UPDATES = recorded_joint_excess, 1
     handle = install(vars(loop), config=JaggConfig(group_size=3, frac=1, schedule="auto"))
     try:
         for _ in range(2):
@@ -72,7 +72,7 @@ def predicted_excess(engine):
             loop.train_one_step(ARGS, engine)
     finally:
         handle.uninstall()
-        jagg_patch.schedule.joint_excess = joint_excess
+        jagg_patch.loop.schedule.joint_excess = joint_excess
     return found[0]
 
 

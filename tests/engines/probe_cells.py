@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install
 from jagg_patch.install import Handle
-from jagg_patch.quality import Agreement
+from jagg_patch.method.quality import Agreement
 
 # Not imported by its name, which the pytest process, that reads the tables here, gives to other loops.
 spec = spec_from_file_location("train_grpo_flux", Path(__file__).parent / "loop/train_grpo_flux.py")
@@ -451,7 +451,7 @@ def refusal(kind, engine):
 
 
 def scripted(cosine, n_routed):
-    return patch("jagg_patch.probe.agreement", lambda sums: Agreement(cosine, 0.0))
+    return patch("jagg_patch.evidence.probe.agreement", lambda sums: Agreement(cosine, 0.0))
 
 
 def by_hand(cosine, n_routed):

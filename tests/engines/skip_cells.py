@@ -105,7 +105,7 @@ def run_all(run, around=nullcontext, runs=SKIP_RUNS):
 
 def stale_outputs():
     """The rollout's outputs stand for the intermediate ones as they are."""
-    return patch("jagg_patch.session.estimated_output", lambda recorded, *_: recorded.float())
+    return patch("jagg_patch.loop.between.estimated_output", lambda recorded, *_: recorded.float())
 
 
 @contextmanager

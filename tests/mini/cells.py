@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
 
-import jagg_patch.schedule
+import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, JaggError, install
 
 MINI = Path(__file__).resolve().parents[2] / "upstream/mini"
@@ -172,7 +172,7 @@ def main(out):
         records["one rank is off"] = refusal(bench, dict(enabled=rank == 0))
         records["the run after"] = bench.run(*CELLS["W=4"])
         if rank == 1:
-            jagg_patch.schedule.free_bytes = lambda: 0
+            jagg_patch.loop.schedule.free_bytes = lambda: 0
         records["auto, one rank full"] = bench.run(*CELLS["auto"])
     for record in records.values():
         if isinstance(record, dict):

@@ -200,7 +200,7 @@ def test_out_of_memory_is_a_row(command, monkeypatch):
 
 
 def test_a_row_that_does_not_skip_is_no_row(command, monkeypatch):
-    monkeypatch.setattr("jagg_patch.skip.Skipping.is_agreed", lambda skipping, device: False)
+    monkeypatch.setattr("jagg_patch.loop.skipping.Skipping.is_agreed", lambda skipping, device: False)
     with pytest.raises(SystemExit, match=r"skipped +: an update took \(2[04], \d+\) .*planned were"):
         command("--model", "flux", "--rounds", "1")
 

@@ -143,7 +143,7 @@ def measure(trainer, transformer, eta):
         transformer.zero_grad()
         with pytest.MonkeyPatch.context() as context:
             if name == "stale":
-                context.setattr("jagg_patch.session.estimated_output", lambda recorded, *_: recorded.float())
+                context.setattr("jagg_patch.loop.between.estimated_output", lambda recorded, *_: recorded.float())
             runs[name] = Run(trainer, transformer, settings, eta, runs["exact"].gradients if runs else ())
     write(initial, list(transformer.parameters()))
     exact, full = runs.pop("exact"), runs["all"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jagg_patch import JaggConfig, plan_groups
-from jagg_patch.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
-from jagg_patch.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group
+from jagg_patch.method.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
+from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group
 from jagg_patch.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, alphas, group_backward
-from jagg_patch.joint import endpoint_weights, joint_output, weighted_sum
+from jagg_patch.method.folding import endpoint_weights, weighted_sum
+from jagg_patch.method.joint import proxy
 
 B, C = 3, 5
 
@@ -191,7 +192,7 @@ def test_the_last_loss_s_own_backward_is_the_joint_one(n_steps, aggregation):
                 loss(j, proxies[-1]).backward()
             else:
                 last = model(z[j], t[j])
-                output = joint_output(last.detach(), [first, last], fold)
+                output = proxy(last, [first, last], fold)
                 assert torch.equal(output, last)
                 loss(j, output).backward()
 

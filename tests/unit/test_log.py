@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jagg_patch import JaggError
-from jagg_patch.log import Log
+from jagg_patch.evidence.log import Log
 
 RECORD = {
     "training_step": 3,

@@ -194,7 +194,8 @@ def test_losses_that_the_trainer_keeps_hold_no_gradients_of_proxies(load_either)
         if hasattr(node, "variable") and id(node.variable) not in parameters:
             proxies.append(node.variable)
         nodes += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    assert len(proxies) >= 2 * 7 and all(proxy.grad is None for proxy in proxies)
+    # Of groups of five and four in the sequential schedule; the last two steps' proxies lead to the knots' graphs.
+    assert len(proxies) >= 2 * (3 + 2) and all(proxy.grad is None for proxy in proxies)
 
 
 # -- Flow-GRPO's

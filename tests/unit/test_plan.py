@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagg_patch import JaggConfig, JaggError, alphas, plan_groups
-from jagg_patch.plan import Role, step_roles, whole_groups
+from jagg_patch.method.plan import places, whole_groups
 
 fractions = st.floats(0, 1)
 group_sizes = st.integers(2, 12)
@@ -34,7 +34,7 @@ step_counts = st.integers(0, 200)
 def test_routing_table(n_steps, settings, sizes, n_exact):
     groups = plan_groups(n_steps, JaggConfig(**settings))
     assert [len(group) for group in groups] == sizes
-    assert step_roles(n_steps, groups).count(Role.EXACT) == n_exact
+    assert sum(place.is_exact for place in places(n_steps, groups)) == n_exact
 
 
 @given(step_counts, fractions, group_sizes)
@@ -69,11 +69,18 @@ def test_auto_begins_with_six_tenths_of_the_groups(n_steps, sizes):
 @given(step_counts, fractions, group_sizes)
 def test_every_group_opens_once_and_closes_once(n_steps, frac, group_size):
     groups = plan_groups(n_steps, JaggConfig(frac=frac, group_size=group_size))
-    is_open = False
-    for role in step_roles(n_steps, groups):
-        assert is_open == (role in (Role.INTERMEDIATE, Role.LAST))
-        is_open = role in (Role.FIRST, Role.INTERMEDIATE)
-    assert not is_open
+    knots = [place.position for place in places(n_steps, groups) if place.is_knot]
+    before = None
+    for position, place in enumerate(places(n_steps, groups)):
+        assert place.position == position
+        assert place.before == before and place.is_exact == (before is None and place.after is None and place.is_knot)
+        if place.opens:
+            before = position
+        elif place.closes:
+            before = None
+        if place.after is not None:
+            assert place.after == next(knot for knot in knots if knot > position)
+    assert before is None
 
 
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=9, unique=True))

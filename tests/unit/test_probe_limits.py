@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jagg_patch import JaggConfig, JaggError, install
-from jagg_patch.joint import weighted_sum
+from jagg_patch.method.folding import weighted_sum
 
 
 @pytest.fixture

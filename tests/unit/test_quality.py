@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jagg_patch.quality import agreement, sums
+from jagg_patch.method.quality import agreement, sums
 
 
 def test_cosine_and_relative_error_of_known_vectors():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jagg_patch.recorded import Place, Records, fingerprints
+from jagg_patch.loop.records import Place, Records, fingerprints
 
 T, B, SHAPE = 4, 3, (5, 2)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jagg_patch import JaggConfig, plan_groups
 from jagg_patch.__main__ import main
-from jagg_patch.commands.report import as_frac, choices, cosines
+from jagg_patch.evidence.report import as_frac, choices, cosines
 
 
 def record(training_step, probes=None, **changes):

@@ -3,7 +3,7 @@
 import pytest
 
 from jagg_patch import JaggConfig, JaggError
-from jagg_patch.routing import Routing
+from jagg_patch.evidence.routing import Routing
 
 
 def routed_after(*probes, n_steps=20):

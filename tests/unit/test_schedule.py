@@ -5,22 +5,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jagg_patch import JaggError, memory, schedule
-from jagg_patch.engines import (
-    drop_gradients,
-    hold_micro_step,
-    link_parameter,
-    looks_for_unused_parameters,
-    syncs_gradients,
-    waiting_bytes,
-)
-from jagg_patch.memory import free_bytes, graph_bytes, joint_excess
-from jagg_patch.schedule import Schedule
+from jagg_patch import JaggError
+from jagg_patch.engines import engine_of
+from jagg_patch.loop import memory, schedule
+from jagg_patch.loop.knots import Joint, Sequential
+from jagg_patch.loop.memory import free_bytes, graph_bytes, joint_excess
+from jagg_patch.loop.schedule import Schedule
+
+
+WAYS = {"joint": Joint, "sequential": Sequential}
 
 
 @pytest.fixture
 def model():
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+def update(schedule, n_groups):
+    """So many groups end, then an optimizer steps."""
+    for _ in range(n_groups):
+        schedule.interval_ends(None, None)
+    schedule.optimizer_steps(None, None)
 
 
 @pytest.mark.parametrize(("spare", "name"), [(-1, "sequential"), (0, "joint"), (1, "joint")])
@@ -32,19 +37,18 @@ def test_auto_decides_once_after_two_updates_with_groups(model, monkeypatch, spa
     # what Tanh saves of its own and the second Linear's input are one tensor; the first Linear's input is another
     needed = 4 * (3 * 16 + 3 * 8) + 4 * sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(schedule, "free_bytes", lambda: needed + spare)
-    for n_groups in (0, 1, 1, 1, 1):  # an update before there are groups, and an optimizer that steps four times in one
-        auto.before_optimizer_step(n_groups)
-        auto.before_group(model)
-        assert (auto.name, auto.is_joint, said) == ("auto", False, [])
-    auto.before_optimizer_step(3)
-    auto.before_group(model)
-    assert auto.name == name and auto.is_joint == (name == "joint")
+    for n_groups in (0, 1, 0, 0, 0):  # an update before there are groups, and an optimizer that steps four times in one
+        update(auto, n_groups)
+        assert isinstance(auto.way(engine_of(model)), Sequential)
+        assert (auto.name, said) == ("auto", [])
+    update(auto, 2)
+    assert isinstance(auto.way(engine_of(model)), WAYS[name]) and auto.name == name
     assert said == [
         f"JAGG: schedule {name} from here on: joint needs {needed / 1e9:.3g} GB more than unpatched, "
         f"{(needed + spare) / 1e9:.3g} GB are free on the fullest rank (0)"
     ]
     monkeypatch.setattr(schedule, "free_bytes", lambda: needed - spare - 1)
-    auto.before_group(model)
+    assert isinstance(auto.way(engine_of(model)), WAYS[name])
     assert auto.name == name and len(said) == 1
 
 
@@ -53,11 +57,11 @@ def test_a_chosen_schedule_stays_and_measures_nothing(model, monkeypatch, name):
     monkeypatch.setattr(schedule, "free_bytes", None)
     monkeypatch.setattr(schedule, "graph_bytes", None)
     chosen = Schedule(name)
-    for n_groups in range(1, 5):
+    for _ in range(4):
         with chosen.measuring(model):
             pass
-        chosen.before_optimizer_step(n_groups)
-        chosen.before_group(model)
+        update(chosen, 1)
+        assert isinstance(chosen.way(engine_of(model)), WAYS[name])
         assert chosen.name == name
 
 
@@ -69,9 +73,8 @@ def test_the_largest_graph_counts(model, monkeypatch):
     for size in (1, 5, 2):
         with auto.measuring(model):
             model(torch.ones(size, 8))
-        auto.before_optimizer_step(size)
-    auto.before_optimizer_step(9)
-    auto.before_group(model)
+        update(auto, 1)
+    auto.way(engine_of(model))
     assert needed == [4 * 5 * (8 + 16)]
 
 
@@ -87,7 +90,7 @@ def test_a_graph_holds_each_tensor_once_and_no_weights(model):
 def test_gradients_of_what_is_trained_wait(model):
     model[0].requires_grad_(False)
     trained = 4 * (16 * 4 + 4)
-    assert waiting_bytes(model) == (trained, 0)
+    assert engine_of(model).waiting_bytes() == (trained, 0)
     assert joint_excess(model, 100) == 100 + trained
 
 
@@ -109,8 +112,9 @@ def test_on_a_gpu_the_peak_so_far_is_taken_off_what_there_is(monkeypatch):
 
 
 def test_engines_without_needs_of_their_own(model):
-    assert link_parameter(model) is None and syncs_gradients(model) is True
-    assert drop_gradients(model) and not looks_for_unused_parameters(model)
+    engine = engine_of(model)
+    assert engine.link is None and engine.syncs_gradients() is True
+    assert engine.drop_gradients() and not engine.looks_for_unused_parameters
 
 
 class ZeroEngine(torch.nn.Module):
@@ -127,16 +131,16 @@ class ZeroEngine(torch.nn.Module):
 )
 def test_deepspeed_s_engine_is_found_inside_the_model_that_is_called(model, stage, offload, links, holds):
     engine = ZeroEngine(model, stage, offload)
-    holder = torch.nn.Sequential(engine)
-    assert link_parameter(holder) is (model[2].bias if links else None)
-    hold = hold_micro_step(holder)
+    found = engine_of(torch.nn.Sequential(engine))
+    assert found.link is (model[2].bias if links else None)
+    hold = found.hold_micro_step()
     engine.optimizer.micro_step_id = 5
     hold()
     assert engine.optimizer.micro_step_id == (3 if holds else 5)
-    assert not drop_gradients(holder)
+    assert not found.drop_gradients()
 
 
 def test_a_partitioned_model_without_its_engine_is_refused(model):
     model[0].weight.ds_id = 0
     with pytest.raises(JaggError, match="without the DeepSpeed engine"):
-        link_parameter(model)
+        engine_of(model)

@@ -18,7 +18,7 @@ from setups import hunyuan
 from skips import comparison, refusals
 
 from jagg_patch import JaggConfig, install
-from jagg_patch.intercept import ForwardingModule
+from jagg_patch.trainers.intercept import ForwardingModule
 
 # Three optimizer steps, so that the first one's gradient says which samples came first.
 ARGS = cells.ARGS | hunyuan.ARGS | dict(num_generations=10, bestofn=9, gradient_accumulation_steps=3)

@@ -20,7 +20,7 @@ from probes import agreements, read_log
 from skips import comparison, refusals
 
 from jagg_patch import JaggConfig, install
-from jagg_patch.intercept import ForwardingModule
+from jagg_patch.trainers.intercept import ForwardingModule
 
 # Two prompts, two samples each, one optimizer step. The clip is wide: upstream's 1e-4 is below bf16's rounding.
 ARGS = dict(

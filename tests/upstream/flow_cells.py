@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.contract import CONTRACTS
-from jagg_patch.intercept import ForwardingModule
+from jagg_patch.trainers.intercept import ForwardingModule
 
 LOOP = Loop(
     step="compute_log_prob",

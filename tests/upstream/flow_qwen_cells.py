@@ -22,7 +22,7 @@ from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, install
-from jagg_patch.intercept import ForwardingModule
+from jagg_patch.trainers.intercept import ForwardingModule
 
 
 def end_after_one_epoch(*arguments):

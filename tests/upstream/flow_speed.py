@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from jagg_patch import JaggConfig, __version__, install, plan_groups  # noqa: E402
-from jagg_patch.cost import StepCost, update_cost  # noqa: E402
+from jagg_patch.method.cost import StepCost, update_cost  # noqa: E402
 
 MODEL = dict(
     num_layers=4, num_attention_heads=6, attention_head_dim=32, caption_projection_dim=192, sample_size=16, pos_embed_max_size=16

@@ -7,7 +7,7 @@ from io import StringIO
 import torch
 from observe import relative_error
 
-from jagg_patch.recorded import Records
+from jagg_patch.loop.records import Records
 
 REFUSAL = "JAGG: no forwards are skipped from here on: "
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .engines import gathered_weights, waiting_bytes
+from ..engines import engine_of
 
 RESERVE = 0.05  # of the device, for fragmentation and for what the measured steps didn't see
 
@@ -28,10 +28,11 @@ def free_bytes():
 def graph_bytes(model):
     """Yields a one-entry list: once it is over, the bytes that a forward of `model` inside keeps for its backward."""
     found = [0]
+    engine = engine_of(model)
     if torch.cuda.is_available():
-        before = _bytes_beside_weights(model)
+        before = _bytes_beside_weights(engine)
         yield found
-        found[0] = _bytes_beside_weights(model) - before
+        found[0] = _bytes_beside_weights(engine) - before
         return
     kept = {}
 
@@ -41,13 +42,13 @@ def graph_bytes(model):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-    for weights in [*(parameter.untyped_storage() for parameter in model.parameters()), *gathered_weights(model)]:
+    for weights in [*(parameter.untyped_storage() for parameter in model.parameters()), *engine.gathered_weights()]:
         kept.pop(weights._cdata, None)
     found[0] = sum(storage.nbytes() for storage in kept.values())  # now: what has been resharded since is empty
 
 
-def _bytes_beside_weights(model):
-    return torch.cuda.memory_allocated() - sum(weights.nbytes() for weights in gathered_weights(model))
+def _bytes_beside_weights(engine):
+    return torch.cuda.memory_allocated() - sum(weights.nbytes() for weights in engine.gathered_weights())
 
 
 def joint_excess(model, graph):
@@ -59,5 +60,5 @@ def joint_excess(model, graph):
 
     The second graph shrinks while what waits grows, so that equal blocks need the larger of the two. The sum is safe for all.
     """
-    gradients, weights = waiting_bytes(model)
+    gradients, weights = engine_of(model).waiting_bytes()
     return graph + gradients + weights

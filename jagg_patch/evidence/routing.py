@@ -4,25 +4,27 @@ Both bounds lie around the published cosines of routed groups, 0.74 to 0.85. Two
 sample moves nothing.
 """
 
-from .config import AUTO
-from .errors import JaggError
-from .plan import groups_at_start, plan_groups, whole_groups
+from ..config import AUTO
+from ..errors import JaggError
+from ..loop.watcher import Watcher
+from ..method.plan import groups_at_start, plan_groups, whole_groups
 
 GROW = 0.85  # the first group that isn't routed must reach this to be
 SHRINK = 0.75  # a routed group below this isn't any more, nor those after it
 
 
-class Routing:
-    """The routed groups of a trajectory; `say` is called with the line that tells of a change.
+class Routing(Watcher):
+    """The routed groups of a trajectory, for an `Order`; `say` is called with the line that tells of a change.
 
     Raises `JaggError` under `frac=auto` without a probe.
     """
 
-    def __init__(self, config, say=lambda line: None):
+    def __init__(self, config, say=lambda line: None, probe=None):
         if config.enabled and config.frac == AUTO and not config.probe_every:
             raise JaggError("frac=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say")
         self._config = config
         self._say = say
+        self._probe = probe
         self._n_routed = None  # groups, under auto
         self._wish = None  # how many the probe before would have routed
 
@@ -41,9 +43,18 @@ class Routing:
         groups = routed + whole_groups(n_steps - n_routed, self._config.group_size, start=n_routed)
         return tuple(group for group in groups if len(group) > 1)
 
+    def largest(self, n_steps):
+        """How many steps the largest group has that there is or can be."""
+        groups = whole_groups(n_steps, self._config.group_size) if self.is_auto else self.groups(n_steps)
+        return max(map(len, groups), default=0)
+
     @property
     def is_auto(self):
         return self._config.enabled and self._config.frac == AUTO
+
+    def update_ends(self, session):
+        if self._probe.result:
+            self.after_probe([group["cosine"] for group in self._probe.result[0]["groups"]])
 
     def after_probe(self, cosines):
         """Follow a probe: `cosines` of `all_groups`, the same on every rank; None where unknown."""

@@ -1,14 +1,13 @@
-"""The joint backward: W upstream gradients fold into two, and one autograd call takes them through both endpoints.
+"""How the upstream gradients of the steps between two knots are split, and the whole method as one plain function.
 
 The method is JAGG (Jacobian-Aggregated Group Gradient). Its names: v is the model output (velocity), s_j = dL_j/dv_j the upstream
 gradient of step j, W the number of steps in a group.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .config import JaggConfig
-from .errors import JaggError
+from ..config import JaggConfig
+from ..errors import JaggError
 from .plan import alphas
 
 
@@ -33,69 +32,38 @@ def endpoint_weights(weights, aggregation="interpolate"):
 
 def weighted_sum(upstream_grads, weights):
     """`Σ w_j s_j` of s_j `[B, ...]` with weights `[n]` or `[n, B]`: summed in float32 or wider, in the dtype of the first."""
-    first = upstream_grads[0]
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = torch.zeros_like(first, dtype=wide)
-    for grad, weight in zip(upstream_grads, weights.to(first.device, wide), strict=True):
-        # Widened first: a tensor without dimensions wouldn't widen the product.
-        total += (weight.view(-1, *[1] * (grad.ndim - 1)) if weight.ndim else weight) * grad.to(wide)
-    return total.to(first.dtype)
+    total = zeros_to_sum(upstream_grads[0])
+    for grad, weight in zip(upstream_grads, weights, strict=True):
+        add_weighted(total, grad, weight)
+    return total.to(upstream_grads[0].dtype)
 
 
-class _EndpointBackward(torch.autograd.Function):
-    """A value whose gradient goes to endpoints' graphs, folded: the loss's own backward is then that of the endpoints."""
-
-    @staticmethod
-    def forward(ctx, fold, value, *endpoints):
-        ctx.fold = fold
-        return value.view_as(value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return None, grad, *ctx.fold(grad)
+def zeros_to_sum(like):
+    """Zeros of the shape of `like`, in float32 or wider, for `add_weighted`."""
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def joint_output(value, endpoints, fold):
-    """`value`, connected to the graphs of `endpoints`.
+def add_weighted(total, grad, weight):
+    """Add `w s` to `total` in place: `grad` is s `[B, ...]`, `weight` `[]` or `[B]`."""
+    weight = weight.to(total.device, total.dtype)
+    # Widened first: a tensor without dimensions wouldn't widen the product.
+    total += (weight.view(-1, *[1] * (grad.ndim - 1)) if weight.ndim else weight) * grad.to(total.dtype)
+
+
+def estimated_output(recorded, alpha, first_change, last_change):
+    """A step's model output under the policy as it is now, `recorded + (1 - α) first_change + α last_change`.
 
     Args:
-        value: a step's model output `[B, ...]`, detached; its `.grad` gets that of the returned tensor if it requires one.
-        endpoints: model outputs with their graphs, one or two.
-        fold: called once with the gradient of the returned tensor; returns one gradient for each endpoint.
+        recorded: the rollout's output at that step, `[B, ...]`.
+        alpha: `[]` or `[B]`, as `alphas` has it for the step.
+        first_change, last_change: how much the outputs at the knots around it have changed since the rollout, `[B, ...]`,
+            in the dtype to compute in.
+
+    Exact while the policy hasn't changed; after that it assumes what the joint backward does, that the change is linear in t.
     """
-    return _EndpointBackward.apply(fold, value, *endpoints)
-
-
-class _Link(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, parameter):
-        ctx.save_for_backward(parameter)
-        return value.view_as(value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (parameter,) = ctx.saved_tensors
-        return grad, torch.zeros_like(parameter)
-
-
-def linked(value, parameter):
-    """`value`, in whose backward `parameter` gets a gradient of zeros."""
-    return _Link.apply(value, parameter)
-
-
-def reached_leaves(tensors):
-    """The leaf tensors that backward passes from `tensors` would reach, once each."""
-    seen, nodes = set(), [tensor.grad_fn for tensor in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes += [following for following, _ in node.next_functions]
+    alpha = alpha.to(first_change)
+    alpha = alpha.view(-1, *[1] * (recorded.ndim - 1)) if alpha.ndim else alpha
+    return recorded.to(first_change) + (1 - alpha) * first_change + alpha * last_change
 
 
 def group_backward(velocity, losses, timesteps, config=None):
@@ -135,7 +103,7 @@ def group_backward(velocity, losses, timesteps, config=None):
         if is_endpoint:
             endpoints.append(output)
         else:
-            torch.clear_autocast_cache()  # as in session.py
+            torch.clear_autocast_cache()  # as in loop/session.py
         v_hat = output.detach().requires_grad_()
         loss = losses(j, v_hat)
         loss.backward()  # reaches v_hat, and whatever else the loss depends on

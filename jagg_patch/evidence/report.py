@@ -5,13 +5,13 @@ import math
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median, pstdev
+from tempfile import TemporaryFile
 
 from .. import __version__
 from ..config import JaggConfig
-from ..cost import StepCost, training_step_cost, update_cost
 from ..errors import JaggError
-from ..plan import plan_groups
-from . import make_folder
+from ..method.cost import StepCost, training_step_cost, update_cost
+from ..method.plan import plan_groups
 
 SAME = ("trainer", "aggregation", "trajectory", "visited", "sampled_steps", "step_cost")  # in all records of a report
 FEW = 3  # probes: nothing is recommended on fewer, unless there are no more
@@ -51,7 +51,11 @@ def run(args):
         ) from error
     print(text)
     if args.out is not None:
-        make_folder(args.out)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=args.out).close()
+        except OSError as error:
+            raise JaggError(f"the folder can't be made or written to: {error}\ngive --out another one") from None
         measured = [entry | {"cosines": values} for entry, values in found]
         report = {"threshold": args.threshold, "measured": measured, "choices": options}
         (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -8,8 +8,8 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .contract import calls_in_assignments, differences, not_one
-from .errors import JaggError
+from ..contract import calls_in_assignments, differences, not_one
+from ..errors import JaggError
 
 
 def require_contract(namespace, contract, skips_forwards):

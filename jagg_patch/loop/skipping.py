@@ -1,77 +1,20 @@
-"""Skipped forwards: a group's intermediate model outputs are estimated from the rollout's, and the model isn't called for them.
+"""Whether the rollout's records can stand for training forwards, so that a group's intermediate ones are skipped.
 
-Whether that is right here is checked, and agreed by all ranks, since one rank that ran its forwards alone would deadlock.
+That is checked, and agreed by all ranks, since one rank that ran its forwards alone would deadlock.
 """
 
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
-from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, least_forwards
-from .quality import SAME
-from .recorded import Records
-
-
-def estimated_output(recorded, alpha, first_change, last_change):
-    """A step's model output under the policy as it is now, `recorded + (1 - α) first_change + α last_change`.
-
-    Args:
-        recorded: the rollout's output at that step, `[B, ...]`.
-        alpha: `[]` or `[B]`, as `plan.alphas` has it for the step.
-        first_change, last_change: how much the outputs at the group's endpoints have changed since the rollout, `[B, ...]`,
-            in the dtype to compute in.
-
-    Exact while the policy hasn't changed; after that it assumes what the joint backward does, that the change is linear in t.
-    """
-    alpha = alpha.to(first_change)
-    alpha = alpha.view(-1, *[1] * (recorded.ndim - 1)) if alpha.ndim else alpha
-    return recorded.to(first_change) + (1 - alpha) * first_change + alpha * last_change
+from ..method.plan import least_forwards
+from ..method.quality import SAME
+from .records import Records
+from .watcher import Watcher
 
 
-class StandIn:
-    """In the model's place in a forward that is skipped: any call returns what the model returned at the group's first step."""
-
-    def __init__(self, model):
-        self._model = model
-        self._output = None
-        self.is_called = False
-
-    def returned(self, output):
-        self._output = tree_map(_detached, output)
-
-    @property
-    def is_ready(self):
-        return self._output is not None
-
-    def __call__(self, *args, **kwargs):
-        self.is_called = True
-        return tree_map(_cloned, self._output)
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-
-@contextmanager
-def watched(model, returned):
-    """Inside, `returned(output)` is called with what each call of `model` returns."""
-    hook = model.register_forward_hook(lambda model, args, output: returned(output))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _detached(leaf):
-    return leaf.detach() if torch.is_tensor(leaf) else leaf
-
-
-def _cloned(leaf):
-    return leaf.clone() if torch.is_tensor(leaf) else leaf
-
-
-class Skipping:
+class Skipping(Watcher):
     """The rollout's records, and whether they can stand for forwards. `say` is called on every rank."""
 
     def __init__(self, config, say=lambda line: None):
@@ -109,8 +52,8 @@ class Skipping:
         finally:
             self._is_paused = False
 
-    def update_begins(self, largest, schedule):
-        """`largest` is the size of the largest group that there is or can be."""
+    def update_begins(self, session, step):
+        largest, schedule = session.order.planner.largest(session.order.n_visited), session.schedule.name
         if self.is_on and largest <= least_forwards(schedule):
             self.is_on = False
             self._say(f"JAGG: no forwards are skipped: the largest group has {largest} steps, the schedule is {schedule}")
@@ -119,7 +62,13 @@ class Skipping:
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
             self._say(f"JAGG: the rollout's recorded outputs take {self.records.n_bytes / 1e9:.3g} GB on a rank, {where}")
 
-    def update_ends(self):
+    def optimizer_steps(self, session, optimizer):
+        self.policy_has_moved |= session.in_update  # before it, another model's optimizer steps
+
+    def update_ends(self, session):
+        self.records.clear()
+
+    def forget(self, session):
         self.records.clear()
 
     def must_compare(self, group):
@@ -130,11 +79,6 @@ class Skipping:
         """All its forwards have been. Every rank must say so."""
         if self.is_agreed(device) and not self.policy_has_moved:  # after which only shapes can be compared
             self._compared.add(group)
-
-    def forwards_of_group(self, n_steps, is_endpoints_first):
-        """How many forwards a group of that size takes with skipping; None if that saves none, or it is off."""
-        forwards = ENDPOINTS_FIRST if is_endpoints_first else LOOK_AHEAD
-        return forwards if self.is_on and n_steps > forwards else None
 
     def compare(self, recorded, output):
         """Note it if `recorded`, the rollout's output or None, isn't what the training forward gives under the same policy."""

@@ -7,19 +7,20 @@ set aside meanwhile, and random numbers put back, so that training goes on as if
 """
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from .engines import gradients_set_aside
-from .errors import JaggError
-from .joint import endpoint_weights, weighted_sum
+from ..engines import engine_of
+from ..engines.gradients import gradients_set_aside
+from ..errors import JaggError
+from ..loop.watcher import Watcher
+from ..method.folding import endpoint_weights, weighted_sum
+from ..method.plan import alphas, whole_groups
+from ..method.quality import SAME, agreement, sums
 from .log import now
-from .plan import alphas, whole_groups
-from .quality import SAME, agreement, sums
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 
@@ -28,15 +29,14 @@ OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each prob
 class _Forward:
     """A training forward that can be run again: as it was called, in what autocast and random state."""
 
-    step: object
-    run: Callable
+    visit: object
     autocast: list
     random: list
     output: torch.Tensor | None = None  # of the model
     upstream_grad: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, step, run):
+    def of(cls, visit):
         cached = torch.is_autocast_cache_enabled()
         autocast = [
             dict(
@@ -48,7 +48,7 @@ class _Forward:
             for device in ("cpu", "cuda")
         ]
         random = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
-        return cls(step, run, autocast, random)
+        return cls(visit, autocast, random)
 
     def again(self):
         """Run it, for what it does on the way."""
@@ -59,17 +59,24 @@ class _Forward:
             torch.set_rng_state(self.random[0])
             if len(self.random) > 1:
                 torch.cuda.set_rng_state(self.random[1])
-            self.run()
+            self.visit.forward()
+
+    @property
+    def step(self):
+        return self.visit.step
 
     def add(self, grad):
         self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
 
 
-class Probe:
-    """Keeps the forwards of one sample, or micro-batch, of a training step, and measures its groups."""
+class Probe(Watcher):
+    """Keeps the forwards of one sample, or micro-batch, of a training step, and measures its groups.
 
-    def __init__(self, config):
-        self._config = config
+    `stats` counts training steps, `say` is called with what users should know.
+    """
+
+    def __init__(self, config, stats, say):
+        self._config, self._stats, self._say = config, stats, say
         self._n_probes = 0
         self.begin(0, 0)
 
@@ -78,50 +85,58 @@ class Probe:
         every = self._config.probe_every
         self._n_awaited = n_visited if every and training_step % every == 0 and n_visited > 1 else 0
         self._forwards = []
-        self._watched = None  # the one that is running
-        self._outputs = None  # while a forward runs again: the model outputs that its solver step is given
         self.is_measuring = False
         self.seconds = 0.0
         self.result = None
 
-    @property
-    def records(self):
-        """Whether the next visited step is one of the sample's."""
-        return self.result is None and len(self._forwards) < self._n_awaited
+    def forget(self, session):
+        self.begin(0, 0)
 
-    @contextmanager
-    def recording(self, step, run):
-        """Around the call of `run()` for `step`, as `Session.run_step` knows them."""
-        if self.records:
-            self._forwards.append(_Forward.of(step, run))
-            self._watched = self._forwards[-1]
-        try:
-            yield
-        finally:
-            self._watched = None
+    def update_begins(self, session, step):
+        if self._config.probe_every:
+            why_not = engine_of(step.model).no_probe
+            if why_not is not None:
+                raise JaggError(why_not)
+            if len(step.indices) > 1 and not session.order.routes:
+                raise JaggError(
+                    "the probe can't sort the steps of a batch whose samples have their own orders, if nothing is grouped\n"
+                    "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
+                )
+        self.begin(self._stats.training_steps + 1, session.order.n_visited)
 
-    def watch(self, value):
-        """`value` is what the solver step gets in place of the model output; its gradient is the step's s_j."""
-        if self._watched is not None and value.requires_grad:
-            self._watched.output = value.detach().clone()
-            value.register_hook(self._watched.add)
+    def step_begins(self, session, visit):
+        if self.is_due and not self._is_ready:
+            self._forwards.append(_Forward.of(visit))
 
-    @property
-    def is_replaying(self):
-        return self._outputs is not None
+    def proxy_given(self, session, visit, value):
+        """Its gradient is the step's s_j."""
+        if self._forwards and self._forwards[-1].visit is visit and value.requires_grad:
+            self._forwards[-1].output = value.detach().clone()
+            value.register_hook(self._forwards[-1].add)
 
-    def replayed(self, model_output):
-        self._outputs.append(model_output.clone())  # the trainer may change its own in place
+    def optimizer_steps(self, session, optimizer):
+        if self.is_measuring:
+            raise JaggError(
+                "an optimizer stepped inside the probe's backward passes, as one does that steps in gradient hooks\n"
+                "the probe would train: run without JAGG_PROBE_EVERY"
+            )
+        if self.is_due and self._is_ready:
+            n_routed = sum(len(group) > 1 for group in session.order.groups)
+            self.measure(session, optimizer, n_routed, session.order.planner.all_groups(session.order.n_visited))
+
+    def update_ends(self, session):
+        if self.is_due:
+            self._say(f"JAGG: no probe at training step {self._stats.training_steps}: the optimizer didn't step in it")
 
     @property
     def is_due(self):
         return self._n_awaited > 0 and self.result is None
 
     @property
-    def is_ready(self):
-        return self.is_due and len(self._forwards) == self._n_awaited
+    def _is_ready(self):
+        return len(self._forwards) == self._n_awaited
 
-    def measure(self, optimizer, n_routed_groups, own_groups):
+    def measure(self, session, optimizer, n_routed_groups, own_groups):
         """Compare; all ranks at once. Sets `result`, one dict a group size, and `seconds`.
 
         Args:
@@ -144,7 +159,9 @@ class Probe:
                 "every step's loss needs its own .backward() before the optimizer step: run without JAGG_PROBE_EVERY"
             )
         with self._nothing_changed(forwards[0].step.model, optimizer) as take:
-            mine = [[self._sums(forwards[group.start : group.stop], take) for group in groups] for _, groups in partitions]
+            mine = [
+                [self._sums(session, forwards[group.start : group.stop], take) for group in groups] for _, groups in partitions
+            ]
         everyone = [mine]
         if dist.is_available() and dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -184,7 +201,7 @@ class Probe:
             for buffer, kept in buffers:
                 buffer.detach().copy_(kept)
 
-    def _sums(self, forwards, take):
+    def _sums(self, session, forwards, take):
         """`quality.sums` of one group, over this rank's shard; without a number where JAGG's gradient isn't defined or known.
 
         Every rank runs the same forwards and backwards in any case.
@@ -198,20 +215,16 @@ class Probe:
         for forward, folding in zip(
             (forwards[0], forwards[-1]), endpoint_weights(weights, self._config.aggregation), strict=True
         ):
-            known &= self._backward(forward, weighted_sum(upstream_grads, folding))
+            known &= self._backward(session, forward, weighted_sum(upstream_grads, folding))
         jagg = take("cpu")
         for forward, grad in zip(forwards, upstream_grads, strict=True):
-            known &= self._backward(forward, grad)
+            known &= self._backward(session, forward, grad)
         return sums(jagg, take()) if known else [math.nan] * 4
 
-    def _backward(self, forward, grad):
+    def _backward(self, session, forward, grad):
         """Whether the forward gave again what it gave in the update; it doesn't if the loop changes its samples in place."""
-        self._outputs = []
-        try:
+        with session.capturing() as outputs:
             forward.again()
-            outputs = self._outputs
-        finally:
-            self._outputs = None
         if len(outputs) != 1:
             raise JaggError(
                 f"probe: the solver step ran {len(outputs)} times in one training forward, not once\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import JaggError
+from ..errors import JaggError
 
 
 def now():
@@ -33,10 +33,6 @@ class Stopwatch:
     def update_begins(self):
         self.rollout_begins()
         self._update_began = self._now()
-
-    @property
-    def in_update(self):
-        return self._update_began is not None
 
     def seconds(self):
         """`(rollout, update)` up to now."""

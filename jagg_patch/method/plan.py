@@ -1,13 +1,12 @@
-"""Pure functions: which visited steps form groups, what each step is within its group, and the weights α."""
+"""Which visited steps form groups, which of them are knots, and the weights α between two knots."""
 
 import math
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from .config import AUTO
-from .errors import JaggError
+from ..config import AUTO
+from ..errors import JaggError
 
 START_FRAC = 0.6  # of frac=auto, the published setting
 
@@ -24,13 +23,32 @@ class Steps(NamedTuple):
     visited: int  # how many are
 
 
-class Role(Enum):
-    """What a visited step is. A group's FIRST and LAST are its endpoints; they record a graph."""
+class Place(NamedTuple):
+    """Where a visited step stands among the knots, which are the visited steps with a backward pass of their own.
 
-    EXACT = "exact"
-    FIRST = "first"
-    INTERMEDIATE = "intermediate"
-    LAST = "last"
+    position: which of a sample's visited steps it is.
+    is_knot: an exact step, a group's first step or its last; the steps between a group's two run without a graph.
+    before, after: positions of the nearest knots of its group on either side, between which upstream gradients are split; None
+        where the group has none there. An exact step is a knot alone.
+    """
+
+    position: int
+    is_knot: bool = True
+    before: int | None = None
+    after: int | None = None
+
+    @property
+    def is_exact(self):
+        return self.is_knot and self.before is None and self.after is None
+
+    @property
+    def opens(self):
+        """Whether steps after it wait for its backward pass."""
+        return self.is_knot and self.after is not None
+
+    @property
+    def closes(self):
+        return self.is_knot and self.before is not None
 
 
 def plan_groups(n_steps, config):
@@ -89,13 +107,17 @@ def groups_at_start(n_steps, group_size):
     return math.floor(START_FRAC * len(whole_groups(n_steps, group_size)) + 0.5)
 
 
-def step_roles(n_steps, groups):
-    """The `Role` of each of `n_steps` positions under `groups` (as `plan_groups` returns them)."""
-    roles = [Role.EXACT] * n_steps
+def places(n_steps, groups):
+    """The `Place` of each of `n_steps` positions under `groups` (as `plan_groups` returns them): a group is two knots."""
+    found = [Place(position) for position in range(n_steps)]
     for group in groups:
         if len(group) > 1:
-            roles[group[0] : group[-1] + 1] = [Role.FIRST, *[Role.INTERMEDIATE] * (len(group) - 2), Role.LAST]
-    return tuple(roles)
+            first, *between, last = group
+            found[first] = Place(first, after=last)
+            found[last] = Place(last, before=first)
+            for position in between:
+                found[position] = Place(position, is_knot=False, before=first, after=last)
+    return tuple(found)
 
 
 def alphas(timesteps):

@@ -1,0 +1,58 @@
+"""DeepSpeed's ZeRO stages. The engine counts micro-steps, and keeps gradients in buffers of its own."""
+
+from functools import partial
+
+from ..errors import JaggError
+from .engine import Engine
+
+NO_PROBE = (
+    "the probe can't run on DeepSpeed, whose engine keeps the gradients of the update where they can't be set aside\n"
+    "unset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP"
+)
+
+
+class DeepSpeed(Engine):
+    no_probe = NO_PROBE
+
+    def __init__(self, model, engine):
+        super().__init__(model)
+        self._engine = engine
+
+    @classmethod
+    def find(cls, model):
+        """Raises `JaggError` if there must be one and it isn't in `model`."""
+        engine = next((module for module in model.modules() if hasattr(module, "zero_optimization_stage")), None)
+        if engine is not None:
+            return cls(model, engine)
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise JaggError(
+                "the training forward is given a model without the DeepSpeed engine that has partitioned its weights\n"
+                "gradients would be summed up wrongly: call the engine that deepspeed.initialize returned, or run with "
+                "JAGG_ENABLED=0"
+            )
+        return None
+
+    @property
+    def link(self):
+        """ZeRO stage 2 fails on a backward pass that reaches no parameter, as those of a group's first steps do."""
+        if self._engine.zero_optimization_stage() != 2:
+            return None
+        return min((p for p in self._engine.parameters() if p.requires_grad), key=lambda p: p.numel(), default=None)
+
+    def hold_micro_step(self):
+        """ZeRO-3, and ZeRO-2 with an offloaded optimizer, overwrite gradients in what they count as a window's first micro-step.
+
+        If its backward reaches no graph, as those of a group's first steps, the window before's stay, and are added to.
+        """
+        optimizer = getattr(self._engine, "optimizer", None)
+        if not hasattr(optimizer, "micro_step_id") or not (
+            self._engine.zero_optimization_stage() == 3 or optimizer.cpu_offload
+        ):
+            return super().hold_micro_step()
+        return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
+
+    def drop_gradients(self):
+        return False
+
+    def n_elements(self, parameter):
+        return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties it

@@ -1,0 +1,50 @@
+"""The questions, and the answers of a model that runs on no engine."""
+
+
+class Engine:
+    """`model` is what the training forward calls."""
+
+    # Whether the backward of a micro-step that reduces gradients needs a forward in that micro-step.
+    prepares_sync_in_forward = False
+    # Whether it looks for parameters that a backward won't reach, in the last forward's graph alone.
+    looks_for_unused_parameters = False
+    # The parameter that every backward pass has to reach, or None where none has to.
+    link = None
+    # Why a probe's gradients can't be told apart from the update's, or None.
+    no_probe = None
+
+    def __init__(self, model):
+        self.model = model
+
+    @classmethod
+    def find(cls, model):
+        """The engine in `model`, or None."""
+        return cls(model)
+
+    def syncs_gradients(self):
+        """Whether the backward of a forward that begins now reduces gradients; True where the forward doesn't matter."""
+        return True
+
+    def hold_micro_step(self):
+        """A function that puts the engine's count of micro-steps back to what it is now, where that matters."""
+        return lambda: None
+
+    def drop_gradients(self):
+        """Drop all gradients and return True; False where some are kept that `zero_grad()` doesn't reach."""
+        self.model.zero_grad()
+        return True
+
+    def waiting_bytes(self):
+        """Bytes of the whole gradients, and of the gathered weights, that wait in a joint backward for its second graph.
+
+        On every engine autograd adds up a parameter's gradients from both graphs before the engine gets to see them.
+        """
+        # A DTensor counts as a whole.
+        return sum(self.n_elements(p) * p.element_size() * p.requires_grad for p in self.model.parameters()), 0
+
+    def n_elements(self, parameter):
+        return parameter.numel()
+
+    def gathered_weights(self):
+        """The storages into which weights are gathered, some of which stay full between a forward and its backward."""
+        return []

@@ -1,0 +1,33 @@
+"""FullyShardedDataParallel. It frees a block's gathered weights when the block's gradient has come."""
+
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+from .engine import Engine
+
+GATHERED_IN_BACKWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class Fsdp1(Engine):
+    def __init__(self, model, units):
+        super().__init__(model)
+        self._units = [unit for unit in units if unit._handle is not None]
+
+    @classmethod
+    def find(cls, model):
+        units = FSDP.fsdp_modules(model)
+        return cls(model, units) if units else None
+
+    def waiting_bytes(self):
+        gradients = weights = 0
+        for unit in self._units:
+            handle = unit._handle
+            size = handle.flat_param._unpadded_unsharded_size.numel() * handle._fwd_bwd_param_dtype.itemsize
+            gradients += size * handle.flat_param.requires_grad
+            # FSDP2 and ZeRO-3 free them after each pass through the block instead.
+            weights += size * (unit.sharding_strategy in GATHERED_IN_BACKWARD)
+        return (gradients, weights) if gradients or weights else super().waiting_bytes()
+
+    def gathered_weights(self):
+        padded = [getattr(unit._handle.flat_param, "_full_param_padded", None) for unit in self._units]
+        return [weights.untyped_storage() for weights in padded if weights is not None]

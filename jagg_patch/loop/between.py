@@ -1,0 +1,233 @@
+"""How the model outputs of the steps between two knots are got: one class for each way.
+
+By running the model, or, with skipped forwards, by an estimate from the rollout's records and from how much the outputs at both
+knots have changed since. For that the knot after is looked at when the knot before has been run: without a graph, or with the
+one that its backward pass will need.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..errors import JaggError
+from ..method.folding import estimated_output
+from ..method.plan import ENDPOINTS_FIRST, LOOK_AHEAD
+from .guards import require_one_solver_call
+
+
+class Forwards:
+    """By the model's forwards, without a graph."""
+
+    has_last = False  # whether the forward of the knot after has been run
+
+    def is_at(self, visit):
+        """Whether `visit` is of the sample that the interval began with, as far as can be told."""
+        return True
+
+    def run(self, session, visit):
+        """The training forward of `visit`, or what there is in its place; returns what it returns."""
+        return visit.forward()
+
+    def model_returned(self, output):
+        """The model has given `output` in the forward of the knot before."""
+
+    def begin(self, session, visit):
+        """The knot before has been run, in `visit`."""
+
+    def output(self, session, visit, output):
+        """The model output of `visit`; its forward, or the stand-in's, gave `output`."""
+        return output
+
+    def end(self, session):
+        """All steps of the interval have been visited."""
+
+
+class _Recorded(Forwards):
+    """`places` are those of the interval's steps in the rollout's records, `[W][B]`, each None where it isn't there."""
+
+    def __init__(self, interval, skipping, places):
+        self._interval, self._skipping, self._places = interval, skipping, places
+
+    def _recorded(self, place):
+        """What the rollout's model gave at `place`, `[n * B, ...]`; None where there is nothing."""
+        places = self._places[self._interval.index(place)]
+        return places and self._skipping.records.outputs(places)
+
+
+class Compared(_Recorded):
+    """By the model's forwards, each of which is compared with the rollout's."""
+
+    _device = None
+
+    def output(self, session, visit, output):
+        self._device = output.device
+        self._skipping.compare(self._recorded(visit.place), output)
+        return output
+
+    def end(self, session):
+        self._skipping.was_compared(self._interval.positions, self._device)
+
+
+class LookAhead(_Recorded):
+    """By estimates; the knot after is looked at without a graph, so that one is alive at a time."""
+
+    n_forwards = LOOK_AHEAD
+    keeps_graph = False
+
+    def __init__(self, interval, skipping, places):
+        super().__init__(interval, skipping, places)
+        self.stand_in = StandIn(interval.engine.model)
+        self._changes = None  # of the knots' outputs since the rollout; until they are known, forwards are run
+        self._last = None  # the output of the knot after, with its graph
+
+    @property
+    def has_last(self):
+        return self._last is not None
+
+    def _skips(self, place):
+        return self.has_last if place.is_knot else self._changes is not None
+
+    def is_at(self, visit):
+        places = self._places[self._interval.index(visit.place)]
+        return self._changes is None or visit.place.opens or self._skipping.records.are_at(places, visit.step.latents)
+
+    def run(self, session, visit):
+        if visit.place.opens:
+            with watched(visit.step.model, self.model_returned):
+                return visit.forward()
+        if not self._skips(visit.place):
+            return visit.forward()
+        session.tell("forwards_skipped", 1)
+        result = visit.forward(model=self.stand_in)
+        if not self.stand_in.is_called:
+            raise JaggError(
+                f"{self._interval.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
+                "its forwards can't be skipped: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
+            )
+        return result
+
+    def model_returned(self, output):
+        self.stand_in.returned(output)
+
+    def output(self, session, visit, output):
+        place = visit.place
+        if place.opens or not self._skips(place):
+            return output
+        if place.closes:
+            return self._last
+        first = self._interval.before.output
+        alpha = self._interval.alphas[self._interval.index(place)]
+        return estimated_output(self._recorded(place).to(first.device), alpha, *self._changes).to(first.dtype)
+
+    def begin(self, session, visit):
+        """Look at the knot after, so that what lies between can be estimated, if all ranks can."""
+        interval, skipping = self._interval, self._skipping
+        first, last = [places and skipping.records.outputs(places) for places in (self._places[0], self._places[-1])]
+        output = interval.before.output
+        skipping.compare(None if last is None else first, output)
+        if not self.stand_in.is_ready:
+            skipping.doubts("the training forward doesn't call the model that it is given")
+        if not skipping.is_agreed(output.device):
+            return
+        ahead = self._run_last(session, visit, skipping.records.latents(self._places[-1]).to(output.device))
+        session.tell("forwards_skipped", -1)
+        skipping.compare(last, ahead)
+        if skipping.policy_has_moved or skipping.is_agreed(output.device):
+            skipping.begins()
+            wide = torch.promote_types(ahead.dtype, torch.float32)
+            ends = (output, first), (ahead, last)
+            self._changes = [now.detach().to(wide) - then.to(now.device, wide) for now, then in ends]
+            self._last = ahead if self.keeps_graph else None
+
+    def _run_last(self, session, visit, latents):
+        """The model output of the knot after, whose `latents` the rollout has recorded."""
+        changed = visit.step.at(session.order.expected(len(visit.indices), self._interval.positions[-1]), latents)
+        torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
+        try:
+            with session.capturing() as outputs, torch.set_grad_enabled(self.keeps_graph):
+                visit.forward(**changed)
+        finally:
+            torch.clear_autocast_cache()
+        require_one_solver_call(visit.where, len(outputs))
+        return outputs[0]
+
+
+class EndpointsFirst(LookAhead):
+    """By estimates; the forward of the knot after is run before the steps between, so that two graphs are alive."""
+
+    n_forwards = ENDPOINTS_FIRST
+    keeps_graph = True
+
+
+def outputs_between(session, visit, interval):
+    """How the steps between the knots of `interval`, which begins with `visit`, get their outputs.
+
+    Decided by its size, its place and the engine alone, so that all ranks decide alike.
+    """
+    skipping, positions, engine = session.skipping, interval.positions, interval.engine
+    # The micro-step that syncs has to run a forward, and a sample's last one may be it.
+    is_free = (
+        engine.syncs_gradients() or positions[-1] + 1 < session.order.n_visited or not engine.prepares_sync_in_forward
+    )
+    kind = EndpointsFirst if interval.way.holds_two_graphs and is_free else LookAhead
+    if not skipping.is_on or len(positions) <= kind.n_forwards:
+        return Forwards()
+    places = _places(session, visit, positions)
+    if skipping.must_compare(positions):
+        return Compared(interval, skipping, places)
+    return kind(interval, skipping, places)
+
+
+def _places(session, visit, positions):
+    """Where the rollout's records have the interval's steps: of each, the `Place` of every row of the batch, or None."""
+    step, n_samples = visit.step, len(visit.indices)
+    first = session.skipping.records.find(step.latents, step.next_latents, visit.sample)
+    found = []
+    for position in positions:
+        expected = session.order.expected(n_samples, position)
+        moves = [index - start for index, start in zip(expected, visit.indices, strict=True)]
+        rows = moves * (len(step.latents) // len(moves))  # one index may be that of the whole batch
+        found.append(first and [place.moved(n) for place, n in zip(first, rows, strict=True)])
+    return found
+
+
+class StandIn:
+    """In the model's place in a forward that is skipped: any call returns what the model returned at the knot before."""
+
+    def __init__(self, model):
+        self._model = model
+        self._output = None
+        self.is_called = False
+
+    def returned(self, output):
+        self._output = tree_map(_detached, output)
+
+    @property
+    def is_ready(self):
+        return self._output is not None
+
+    def __call__(self, *args, **kwargs):
+        self.is_called = True
+        return tree_map(_cloned, self._output)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+@contextmanager
+def watched(model, returned):
+    """Inside, `returned(output)` is called with what each call of `model` returns."""
+    hook = model.register_forward_hook(lambda model, args, output: returned(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _detached(leaf):
+    return leaf.detach() if torch.is_tensor(leaf) else leaf
+
+
+def _cloned(leaf):
+    return leaf.clone() if torch.is_tensor(leaf) else leaf

@@ -1,0 +1,217 @@
+"""What refuses to go on: a gradient that would be lost, doubled or another one's stops the run, with what to do.
+
+The way that a gradient takes can be read without this file.
+"""
+
+from itertools import zip_longest
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..errors import JaggError
+from ..method.joint import reached_leaves
+from .watcher import Watcher
+
+OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
+
+
+class Guards(Watcher):
+    """Watches a session before everyone else does. Every check raises `JaggError`."""
+
+    def __init__(self):
+        self._failed_at = None  # in this training step
+        self._spoilt_at = None  # a group of which a part is among the gradients for good
+        self._syncs = None  # whether gradients are synced at its first step
+        self._constants = ()  # which tensors its first forward has returned without a graph
+
+    # -- training steps
+
+    def training_step_begins(self, session):
+        if session.in_training_step:
+            self._note("a training step inside this one")
+            raise JaggError("a training step began inside another one\none session follows one loop: run with JAGG_ENABLED=0")
+        if self._spoilt_at is not None:
+            raise JaggError(
+                f"{self._spoilt_at}: the group failed in an earlier training step, and this engine keeps a part of its gradient\n"
+                "start again from the last checkpoint"
+            )
+
+    def training_step_ends(self, session):
+        self._require_whole(session, "the training step ended")
+        require_last_sample_visited(session.order, "the training step ended")
+
+    def training_step_fails(self, session):
+        interval = session.interval
+        if interval is not None and interval.before.has_begun:
+            # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
+            if not interval.engine.drop_gradients():
+                self._spoilt_at = interval.where
+
+    def forget(self, session):
+        self._failed_at = None
+
+    def fails(self, session, where):
+        self._note(where)
+
+    def _note(self, where):
+        self._failed_at = self._failed_at or where
+
+    def plan_comes(self, session):
+        require_closed(session.interval, "a new rollout ended")
+        require_last_sample_visited(session.order, "a new rollout ended")
+
+    def optimizer_steps(self, session, optimizer):
+        self._require_whole(session, "the optimizer was about to step")
+
+    def _require_whole(self, session, event):
+        self._require_no_failure(event)
+        require_closed(session.interval, event)
+
+    def _require_no_failure(self, event):
+        if self._failed_at is not None:
+            raise JaggError(
+                f"{event} although {self._failed_at} had failed: gradients of this training step are missing\n"
+                "let the exception end the training step, or run with JAGG_ENABLED=0"
+            )
+
+    # -- steps
+
+    def step_begins(self, session, visit):
+        if not session.order.routes:
+            return
+        self._require_no_failure("the loop went on")
+        if visit.indices != visit.expected:
+            planned = "no further step" if visit.expected is None else f"trajectory step {', '.join(map(str, visit.expected))}"
+            raise JaggError(
+                f"{visit.where}: the plan expected {planned}, so the loop isn't the one that JAGG knows\n"
+                f"nothing was trained on this step: {OFF_AND_REPORT}"
+            )
+        if visit.place.before is None:
+            require_closed(session.interval, f"{visit.where} came")
+        else:
+            self._require_continued(session.interval, visit)
+
+    def interval_begins(self, session, visit):
+        self._syncs = session.interval.engine.syncs_gradients()
+        self._require_scheduled(session.interval, visit)
+
+    def _require_continued(self, interval, visit):
+        """A group's step after its first: everything that can be checked before its forward is paid for."""
+        where, place = visit.where, visit.place
+        if visit.step.model is not interval.engine.model and len(interval.positions) > 2:
+            raise JaggError(
+                f"{where}: it is another model's than the group's first, which would get its share of the gradient\n"
+                f"{OFF_AND_REPORT}"
+            )
+        require_gradient(interval, place.position - 1)
+        syncs = interval.engine.syncs_gradients()
+        if syncs != self._syncs and not (place.closes and syncs and not interval.outputs.has_last):
+            raise JaggError(
+                f"{where}: whether gradients are synced between the ranks changed inside a group\n"
+                "the ranks would drift apart: sync after whole samples only, or run with JAGG_ENABLED=0"
+            )
+        self._require_scheduled(interval, visit)
+        if not interval.outputs.is_at(visit):
+            raise JaggError(
+                f"{where}: the sample isn't the one that the group began with, by the rollout's records\n"
+                "its model outputs can't be estimated: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
+            )
+        if place.closes and interval.before.has_begun and not interval.before.is_done:
+            raise JaggError(
+                f"{interval.where}: the backward pass of the group's first endpoint, in that of the step before {where}, "
+                "failed\n"
+                "its gradient is incomplete: let the exception end the training step, or run with JAGG_ENABLED=0"
+            )
+
+    @staticmethod
+    def _require_scheduled(interval, visit):
+        expected, timesteps = interval.timesteps[interval.index(visit.place)], visit.timesteps
+        if not torch.equal(expected, timesteps):
+            raise JaggError(
+                f"{visit.where}: the model is fed timesteps {timesteps.tolist()}, its schedule says {expected.tolist()}\n"
+                f"JAGG can't look ahead here: {OFF_AND_REPORT}"
+            )
+
+    def model_output(self, session, visit, output):
+        if visit.place.is_knot and not output.requires_grad:
+            raise JaggError(
+                f"{session.interval.where}: the model output of an endpoint has no graph, so no gradient could reach the "
+                "weights\n"
+                "is the model frozen, or the forward under no_grad? Unfreeze it or run with JAGG_ENABLED=0"
+            )
+
+    def step_ends(self, session, visit, result):
+        """What a grouped forward returns must depend on the model output through the solver step alone."""
+        if visit.place.is_exact:
+            return
+        require_one_solver_call(visit.where, visit.n_solver_calls)
+        tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        if visit.place.opens:
+            # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
+            self._constants = [not tensor.requires_grad for tensor in tensors]
+            if len(session.interval.positions) > 2 and any(True for _ in reached_leaves(tensors)):
+                raise JaggError(
+                    f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
+                    "output\n"
+                    f"the steps between would lose that gradient: {OFF_AND_REPORT}"
+                )
+            return
+        for tensor, was_constant in zip_longest(tensors, self._constants):
+            require_alike(visit, tensor, was_constant)
+
+
+def require_alike(visit, tensor, was_constant):
+    """A tensor that a later forward of a group returns, None where the first returned one more, has a graph where that had."""
+    shape = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+    if tensor is None or was_constant is None or not (was_constant or tensor.requires_grad):
+        raise JaggError(
+            f"{visit.where}: the training forward returned a tensor without a graph, {shape}, unlike the group's first\n"
+            f"a loss on it would lose its gradient: {OFF_AND_REPORT}"
+        )
+    if visit.place.closes and was_constant and tensor.requires_grad:
+        raise JaggError(
+            f"{visit.where}: the training forward returned a tensor with a graph, {shape}, that the group's first had without\n"
+            f"the steps between may have lost its gradient: {OFF_AND_REPORT}"
+        )
+
+
+def require_gradient(interval, position):
+    """The loss of a group's step at `position` must have had its backward, which brings s_p."""
+    if interval.received != position:
+        raise JaggError(
+            f"{interval.where}: no gradient arrived for step {position - interval.positions[0]} of the group before the "
+            "group went on\n"
+            "every step's loss needs its own .backward() in the loop, right after the step: run with JAGG_ENABLED=0"
+        )
+
+
+def require_closed(interval, event):
+    if interval is not None:
+        raise JaggError(
+            f"{event} while the group that began at {interval.where} was still open: its gradient is incomplete\n"
+            "does the loop end early, or step the optimizer inside a sample? Run with JAGG_ENABLED=0"
+        )
+
+
+def require_last_sample_visited(order, event):
+    if order.routes and order.position:
+        raise JaggError(
+            f"{event} after {order.position} of the {order.n_visited} steps planned for its last sample\n"
+            f"other steps than upstream's may have been trained: {OFF_AND_REPORT}"
+        )
+
+
+def require_one_solver_call(where, n_calls):
+    if n_calls != 1:
+        raise JaggError(
+            f"{where}: the solver step ran {n_calls} times in one training forward, not once\n"
+            "the proxy can't stand for the model output here: run with JAGG_ENABLED=0"
+        )
+
+
+def second_backward(where):
+    """The `JaggError` to raise when a gradient comes too late."""
+    return JaggError(
+        f"{where}: a second backward reached the group after its last step's (retain_graph, or a loss used twice)\n"
+        "its gradient would count double or be lost: run with JAGG_ENABLED=0"
+    )

@@ -1,0 +1,102 @@
+"""Which way of knots.py the next group takes: `joint`, `sequential`, or `auto`.
+
+`auto` is sequential until it has measured whether joint would fit into memory.
+"""
+
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ..errors import JaggError
+from .knots import Joint, Sequential
+from .memory import free_bytes, graph_bytes, joint_excess
+from .watcher import Watcher
+
+MEASURED_UPDATES = 2  # the optimizer allocates its state in the first
+
+
+class Schedule(Watcher):
+    """`say` is called on every rank with the line that tells what `auto` has come to."""
+
+    def __init__(self, name, say=lambda line: None):
+        self.name = name  # auto until it is decided
+        self._say = say
+        self._n_updates = self._graph_bytes = 0
+        self._is_new = False  # a group has ended since the last optimizer step; one that steps twice counts once
+        self._joint_is_possible = False  # as far as the first endpoint's graph tells
+
+    def way(self, engine):
+        """How the knots of the next group run their backward passes. All ranks get here after equally many groups and updates."""
+        if engine.looks_for_unused_parameters:
+            self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
+        self._decide(engine.model)
+        return Joint() if self.name == "joint" else Sequential()
+
+    def _decide(self, model):
+        """If it is time to."""
+        if self.name != "auto" or self._n_updates < MEASURED_UPDATES:
+            return
+        mine = free_bytes(), joint_excess(model, self._graph_bytes)
+        everyone = [mine]
+        if dist.is_available() and dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+        rank, (free, needed) = min(enumerate(everyone), key=lambda entry: entry[1][0] - entry[1][1])
+        name = "joint" if free >= needed else "sequential"
+        self.settle(name, f"joint needs {in_gb(needed)} more than unpatched, {in_gb(free)} are free on the fullest rank ({rank})")
+
+    def interval_ends(self, session, interval):
+        self._is_new = True
+
+    def optimizer_steps(self, session, optimizer):
+        self._n_updates += self._is_new
+        self._is_new = False
+
+    def around_forward(self, session, visit):
+        return self.measuring(visit.step.model)
+
+    @contextmanager
+    def measuring(self, model):
+        """Around the forward of a first endpoint."""
+        if self.name != "auto":
+            yield
+            return
+        with graph_bytes(model) as found:
+            yield
+        self._graph_bytes = max(self._graph_bytes, found[0])
+
+    def model_output(self, session, visit, output):
+        if visit.place.opens and self.name != "sequential" and not self._joint_is_possible:
+            if recomputes_reentrantly(output):
+                why = "the model recomputes activations with reentrant checkpointing"
+                self._rule_out_joint(why, "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT)")
+            else:
+                self._joint_is_possible = True
+
+    def _rule_out_joint(self, why, remedy):
+        if self.name == "joint":
+            raise JaggError(f"{why}, which the joint schedule can't have\n{remedy}, or run with JAGG_SCHEDULE=sequential")
+        if self.name == "auto":
+            self.settle("sequential", why)
+
+    def settle(self, name, why):
+        self.name = name
+        self._say(f"JAGG: schedule {name} from here on: {why}")
+
+
+def in_gb(n_bytes):
+    return f"{n_bytes / 1e9:.3g} GB"
+
+
+def recomputes_reentrantly(output):
+    """Whether the graph of `output` runs backward passes inside the backward; FSDP1 then loses gradients when two are joined."""
+    seen, nodes = set(), [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        nodes += [next_node for next_node, _ in node.next_functions]
+    return False

@@ -1,0 +1,240 @@
+"""One training loop as it runs: which step of which sample it is at, and what is done with it.
+
+It knows nothing of upstream's names; `trainers/` calls it from the wrapped functions, in this order:
+
+    training_step( plan, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
+
+A trainer whose loop can't be told from the rest of its `main` has all of it inside one `training_step`, plans once, and says with
+`rollout_begins` where one training step ends and the next begins; one that visits the steps in trajectory order by itself draws
+no order.
+
+The way of a gradient: `run_step` opens an `Interval` at a knot whose backward pass will wait for later steps, `solver_input` puts
+a proxy in the place of each step's model output, and the backward of the step's loss brings its upstream gradient (knots.py).
+"""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..engines import engine_of
+from ..errors import JaggError
+from .between import outputs_between
+from .guards import Guards
+from .knots import AtOnce, Interval
+from .order import Order
+
+AT_ONCE = AtOnce()
+
+
+class Session:
+    """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
+
+    order: the plan, and how far it is. interval: what is open, or None. schedule, skipping: what decides how a group runs.
+    watchers: whoever is told of what happens, in that order, after the guards and the two that decide.
+    """
+
+    def __init__(self, config, planner, schedule, skipping, watchers=()):
+        self.config, self.schedule, self.skipping = config, schedule, skipping
+        self.order = Order(planner)
+        self._watchers = [Guards(), skipping, schedule, *watchers]
+        self._captured = None  # model outputs, while a forward runs that is no step of the loop
+        self.in_training_step = self.in_update = False
+        self.interval = self._visit = None
+
+    def tell(self, event, *args):
+        """Call the method `event` of everyone who watches."""
+        for watcher in self._watchers:
+            getattr(watcher, event)(self, *args)
+
+    @contextmanager
+    def failing(self, where):
+        """An exception that leaves this block has failed what `where` names."""
+        try:
+            yield
+        except BaseException:
+            self.tell("fails", where)
+            raise
+
+    # -- training steps
+
+    @contextmanager
+    def training_step(self):
+        """Everything that is remembered lives inside this block, also when it ends in an exception."""
+        self.tell("training_step_begins")
+        self._forget()
+        self.in_training_step = True
+        hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        try:
+            yield
+            self.tell("training_step_ends")
+            self._end_update()
+        except BaseException:
+            self.tell("training_step_fails")
+            raise
+        finally:
+            hook.remove()
+            self._forget()
+
+    def _forget(self):
+        if self.interval is not None:
+            self.interval.release()
+        self.in_training_step = self.in_update = False
+        self.interval = self._visit = self._captured = None
+        self.order.forget()
+        self.tell("forget")
+
+    def rollout_begins(self):
+        """A batch of it. The training step before, if there was one, is over."""
+        if self.in_training_step and self.interval is None and not self.order.position:
+            self._end_update()
+            self.tell("rollout_begins")
+
+    @contextmanager
+    def rollout(self):
+        """Around the rollout of a batch, in which solver steps are recorded if that is asked for."""
+        self.rollout_begins()
+        with self.skipping.recording():
+            yield
+
+    @contextmanager
+    def evaluation(self):
+        """Around an evaluation, whose rollouts aren't trained on."""
+        with self.skipping.paused():
+            yield
+        self.tell("evaluation_ends")
+
+    def plan(self, n_trajectory, n_visited, shuffled=True):
+        """Plan the update of a rollout, or of all of them.
+
+        Args:
+            n_trajectory: how many steps of each sample can be trained.
+            n_visited: how many of them will be.
+            shuffled: whether `sort` will be asked for each sample's order; if not, the loop goes from 0 to `n_visited`.
+        """
+        if self.in_training_step:
+            self.tell("plan_comes")
+            self.order.plan(n_trajectory, n_visited, shuffled)
+
+    def _begin_update(self, step):
+        if not self.in_update:
+            self.order.route(self.order.n_visited)  # a probe may have changed it since it was planned
+            self.tell("update_begins", step)
+            self.in_update = True
+
+    def _end_update(self):
+        if self.in_update:
+            self.in_update = False
+            self.tell("update_ends")
+
+    def _before_optimizer_step(self, optimizer, *_):
+        with self.failing("an optimizer step"):
+            self.tell("optimizer_steps", optimizer)
+
+    # -- steps
+
+    @property
+    def trains(self):
+        """Whether a forward that began now would be a planned one. One without gradients is a reference or an evaluation."""
+        return self.in_training_step and bool(self.order.places) and torch.is_grad_enabled()
+
+    def run_step(self, step, forward):
+        """One training forward, with or without a graph as its place in the plan asks for.
+
+        Args:
+            step: a `Step`; its place is checked against what the plan expects.
+            forward: called without arguments, once. With skipped forwards, also with those arguments of the training forward's
+                that are to be others, by name; `model` is the model, whatever the trainer calls it.
+
+        Returns:
+            What `forward` returns.
+        """
+        if not self.trains:
+            return forward()
+        self._begin_update(step)
+        visit = self.order.visit(step, forward)
+        with self.failing(visit.name) if self.order.routes else nullcontext():  # else the loop may pass over it, as unpatched
+            self.tell("step_begins", visit)
+            if visit.place.opens:
+                self._open(visit)
+            self._visit = visit
+            try:
+                result = forward() if visit.place.is_exact else self._run_grouped(visit)
+            finally:
+                self._visit = None
+            self.tell("step_ends", visit, result)
+            if visit.place.opens:
+                self.interval.outputs.begin(self, visit)
+            elif visit.place.closes:
+                self.interval.outputs.end(self)
+        self.order.advance(visit)
+        return result
+
+    def _open(self, visit):
+        """The steps that begin with `visit` belong together: work out how they will run."""
+        positions = range(visit.place.position, visit.place.after + 1)
+        engine = engine_of(visit.step.model)
+        timesteps = visit.timesteps
+        expected = (self.order.expected(len(visit.indices), position) for position in positions)
+        scheduled = torch.stack([visit.step.timesteps_at(indices).reshape(-1).to(timesteps) for indices in expected])
+        way = self.schedule.way(engine)
+        try:
+            self.interval = Interval(visit.where, engine, positions, scheduled, self.config.aggregation, way)
+        except JaggError as error:
+            raise JaggError(f"{visit.where}: {error}") from None
+        self.interval.outputs = outputs_between(self, visit, self.interval)
+        self.tell("interval_begins", visit)
+
+    def _run_grouped(self, visit):
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(visit.place.is_knot))
+            if visit.place.opens:
+                for watcher in self._watchers:
+                    stack.enter_context(watcher.around_forward(self, visit))
+            if not visit.place.is_knot:
+                # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
+                stack.callback(torch.clear_autocast_cache)
+            return self.interval.outputs.run(self, visit)
+
+    @contextmanager
+    def solver_input(self, model_output):
+        """What the solver step gets in place of the model output `[B, ...]`; outside a grouped step, the same tensor."""
+        visit = self._visit
+        if self._captured is not None:
+            self._captured.append(model_output.clone())  # the trainer may change its own in place
+            yield model_output.detach()
+        elif visit is None:
+            yield model_output
+        elif visit.place.is_exact:
+            value = AT_ONCE.solver_input(self, visit, model_output)
+            self.tell("proxy_given", visit, value)
+            yield value
+        else:
+            visit.n_solver_calls += 1
+            output = self.interval.outputs.output(self, visit, model_output)
+            self.tell("model_output", visit, output)
+            with torch.enable_grad():
+                value = self.interval.way.solver_input(self, visit, output)
+                self.tell("proxy_given", visit, value)
+                yield value
+
+    @contextmanager
+    def capturing(self):
+        """Yields a list that gets the model outputs of what runs inside: training forwards that are no steps of the loop."""
+        self._captured = []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def model_returned(self, output):
+        """The model has given `output` in a training forward."""
+        if self._visit is not None and self._visit.place.opens:
+            self.interval.outputs.model_returned(output)
+
+    def close(self, interval):
+        """The backward passes of both of its knots have run."""
+        if interval is self.interval:
+            interval.release()
+            self.interval = None
+            self.tell("interval_ends", interval)

@@ -1,0 +1,65 @@
+"""What a session tells of, in the order in which it comes."""
+
+from contextlib import nullcontext
+
+
+class Watcher:
+    """A session calls these on everyone who watches it, itself as the first argument. A watcher that raises ends the step."""
+
+    def training_step_begins(self, session):
+        """The loop is entered."""
+
+    def rollout_begins(self, session):
+        """A batch of it; no update is going on."""
+
+    def evaluation_ends(self, session):
+        """Samples that aren't trained on have been drawn."""
+
+    def plan_comes(self, session):
+        """A rollout is over, and what its update visits is about to be planned."""
+
+    def update_begins(self, session, step):
+        """Before the first training forward on a rollout; `session.order` has the plan."""
+
+    def step_begins(self, session, visit):
+        """Before a training forward; a knot before whose group is open, if there is one, is in `session.interval`."""
+
+    def interval_begins(self, session, visit):
+        """A knot for which later steps will wait is about to be run; `session.interval` is new."""
+
+    def around_forward(self, session, visit):
+        """A context for the forward of a step whose graph is kept for later."""
+        return nullcontext()
+
+    def model_output(self, session, visit, output):
+        """The solver step of a visit's forward is about to be given `output`, or its proxy."""
+
+    def proxy_given(self, session, visit, value):
+        """The solver step gets `value`: the output itself, or its proxy."""
+
+    def step_ends(self, session, visit, result):
+        """After a training forward, which returned `result`."""
+
+    def forwards_skipped(self, session, n):
+        """`n` forwards that the unpatched trainer runs weren't run; negative where one was run that it doesn't."""
+
+    def interval_ends(self, session, interval):
+        """The backward passes of both of its knots have run."""
+
+    def optimizer_steps(self, session, optimizer):
+        """Before any optimizer's step."""
+
+    def update_ends(self, session):
+        """At the next rollout, or at the training step's end."""
+
+    def fails(self, session, where):
+        """An exception leaves what `where` names."""
+
+    def training_step_ends(self, session):
+        """Nothing has failed."""
+
+    def training_step_fails(self, session):
+        """An exception has left it; what was open still is."""
+
+    def forget(self, session):
+        """A training step begins, or it has ended, in whatever way."""

@@ -1,0 +1,44 @@
+"""The autograd node that hands a step's upstream gradient to the way knots' backward passes run.
+
+A solver step gets its output in the model output's place, so the trainer's own `loss.backward()` arrives here.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class _Proxy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, receive, value, *targets):
+        ctx.receive = receive
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return None, None, *ctx.receive(grad)
+
+
+def proxy(output, targets, receive):
+    """What stands for a model output in the solver step: its value, and none of its graph.
+
+    Args:
+        output: the model output `[B, ...]`.
+        targets: what the backward of the step's loss goes on to: model outputs with their graphs, or parameters; may be empty.
+        receive: called in that backward with the step's upstream gradient `[B, ...]`; returns one gradient for each target.
+    """
+    value = output.detach()
+    return _Proxy.apply(receive, value if targets else value.requires_grad_(), *targets)
+
+
+def reached_leaves(tensors):
+    """The leaf tensors that backward passes from `tensors` would reach otherwise than through a proxy, once each."""
+    seen, nodes = set(), [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or isinstance(node, _Proxy._backward_cls):
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]

@@ -9,13 +9,12 @@ import ast
 from collections import Counter
 from typing import NamedTuple
 
+from .tree import COMPREHENSIONS, LOOPS, TRIES
+
 CHANGING = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")  # and add_()
 INDEXING = ("select", "narrow", "index_select", "gather", "take", "take_along_dim", "__getitem__")
 BUILDING = (ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Slice)
 SIZES = ("device", "dtype", "shape", "size", "ndim")
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
-TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # from Python 3.11 on
 BLOCKS = ("body", "orelse", "finalbody")
 JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 

@@ -1,0 +1,57 @@
+"""Gradients in the loop over steps: every pass has one backward after its forward, and nothing reads what is yet to come."""
+
+import ast
+
+from ..branches import MAY_NOT_RUN, may_both_run, may_pass_by
+from ..calls import backwards
+from ..difference import Difference
+from ..tree import FUNCTIONS, LOOPS
+
+USES_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "unscale_", "zero_grad", "register_hook")
+
+
+def check_backward(source, contract, steps, forwards):
+    found = backwards(source.defined[contract.loop])
+    mine = [node for node in found if source.around(node, (*LOOPS, *FUNCTIONS))[0] is steps]
+    loop = f"the loop over steps (line {steps.lineno})"
+    if not mine:
+        yield Difference(
+            f"there is no backward() in {loop}",
+            "the losses of several steps share one, or none; JAGG needs one after each forward",
+        )
+    elif may_both_run(source, mine):
+        yield Difference(f"there are {len(mine)} calls of backward() in {loop}", "JAGG takes one gradient a step")
+    elif mine[0].lineno < max(call.lineno for call in forwards):
+        yield Difference(f"backward() comes before the forward in {loop}", "a step's loss would meet another step's graph")
+    elif any(
+        steps in source.around(one, LOOPS) and may_pass_by(mine, one)
+        for node in mine
+        for one in source.around(node, MAY_NOT_RUN)
+    ):
+        yield Difference(f"backward() is conditional in {loop}", "a step without it would leave a group open")
+    for node in found:
+        if node not in mine:
+            yield Difference(
+                f"line {node.lineno}: backward() outside {loop}", "JAGG can't tell which steps' losses that one is about"
+            )
+    for node in ast.walk(steps):
+        if isinstance(node, (ast.Continue, ast.Break)) and source.around(node, LOOPS)[0] is steps:
+            yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
+    yield from _gradients(source, contract, steps, loop)
+
+
+def _gradients(source, contract, steps, loop):
+    """What the loop over steps does to gradients, itself or in a function of this file that it calls."""
+    for node in ast.walk(steps):
+        name = getattr(node, "id", None)
+        function = source.defined.get(name) if name != contract.loop else None
+        # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
+        is_conditional = any(steps in source.around(branch, LOOPS) for branch in source.around(node, ast.If))
+        for part in [node] if function is None else ast.walk(function):
+            name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None)
+            if name not in USES_GRADIENTS and ast.unparse(part) != "optimizer.step":
+                continue
+            if not (contract.steps_optimizer and (is_conditional or name in ("step", "zero_grad"))):
+                yield Difference(
+                    f"line {part.lineno}: {ast.unparse(part)} in {loop}", "a group's gradients aren't there before its end"
+                )

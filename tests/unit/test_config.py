@@ -91,13 +91,3 @@ def test_unknown_variables_are_refused_with_the_valid_names():
     with pytest.raises(JaggError, match="JAGG_FRACTION") as error:
         JaggConfig.from_env({"JAGG_FRACTION": "0.5"})
     assert "JAGG_FRAC," in str(error.value)
-
-
-def test_the_readme_s_table_lists_every_setting():
-    from pathlib import Path
-
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for name, value in JaggConfig().as_dict().items():
-        default = str(int(value)) if isinstance(value, bool) else str(value)
-        shown = f"`{default}`" if default else "none"
-        assert f"| `JAGG_{name.upper()}` | `--jagg_{name}` | {shown} |" in readme

@@ -1,4 +1,4 @@
-"""The claims of jagg_patch/THEOREM.md that test_joint.py doesn't check already, in float64; and the page's links."""
+"""The claims of jagg_patch/method/THEOREM.md that test_joint.py doesn't check already, in float64; and the page's links."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from torch.func import functional_call, jacrev
 
 from jagg_patch import JaggConfig, alphas, group_backward
 
-PAGE = Path(__file__).parents[2] / "jagg_patch/THEOREM.md"
+PAGE = Path(__file__).parents[2] / "jagg_patch/method/THEOREM.md"
 W, B, C = 5, 3, 4
 EXACT = 1e-12
 
@@ -202,7 +202,7 @@ def test_off_the_chord_the_error_of_a_smooth_model_grows_in_proportion_to_the_no
 def test_the_page_s_links_lead_to_tests():
     page = PAGE.read_text()
     links = re.findall(r"\[`(\w+)`\]\(([^)#]+\.py)\)", page)
-    assert len(links) == page.count("](../tests/")
+    assert len(links) == page.count("](../../tests/")
     for name, path in links:
         assert f"\ndef {name}(" in (PAGE.parent / path).read_text(), f"{path} has no {name}"
     here = re.findall(r"^def (test_\w+)\(", Path(__file__).read_text(), re.MULTILINE)

@@ -46,7 +46,7 @@ def banner(trainer, config, args):
             )
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
-        lines.append(f"  memory: {MEMORY[config.schedule]} (README, Schedule and memory)")
+        lines.append(f"  memory: {MEMORY[config.schedule]} (jagg_patch/loop/README.md)")
     if config.probe_every:
         forwards = probe_cost(whole_groups(visited, config.group_size), trainer.step_cost(args))
         lines.append(

@@ -69,7 +69,7 @@ def estimated_output(recorded, alpha, first_change, last_change):
 def group_backward(velocity, losses, timesteps, config=None):
     """Accumulate the gradient of one group of steps with two transformer backward passes.
 
-    This is the whole method, for a training loop of one's own; the README has an example.
+    This is the whole method, for a training loop of one's own; README.md beside this file has an example.
 
     Args:
         velocity: `velocity(j)` runs the model for step j of the group, 0 ≤ j < W, and returns its output `[B, ...]`.

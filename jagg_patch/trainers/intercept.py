@@ -54,7 +54,7 @@ def changed(namespace, what, without="JAGG_ENABLED=0"):
     """The `JaggError` to raise when the trainer in `namespace` isn't as JAGG knows it."""
     return JaggError(
         f"{namespace.get('__file__', namespace.get('__name__'))}: {what}\n"
-        f"upstream has changed in a place that JAGG relies on: run with {without}, or move the patch set (see README)"
+        f"upstream has changed in a place that JAGG relies on: run with {without}, or move the patch set (its patches/README.md)"
     )
 
 

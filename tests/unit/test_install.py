@@ -213,7 +213,7 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
         f"JAGG {__version__} on train_grpo_flux: group_size 4, frac 0.6, aggregation interpolate, schedule auto",
         "  plan: 9 of 15 steps visited, in trajectory order: 5 in 1 group (5), 4 exact",
         "  predicted per sample, in forwards: update 36 -> 27 (1.33x), with sampling 52 -> 43 (1.21x)",
-        "  memory: as unpatched for 2 optimizer steps (sequential); then joint, if what they have left free holds it (README, Schedule and memory)",
+        "  memory: as unpatched for 2 optimizer steps (sequential); then joint, if what they have left free holds it (jagg_patch/loop/README.md)",
     ]
     for _ in range(2):
         run(module, timestep_fraction=0.6)

@@ -19,7 +19,7 @@ def make_folder(path):
 
 def made_by(command, **more):
     """Where a result file comes from."""
-    import torch  # not above: the doctor goes without
+    import torch
 
     from .. import __version__
 

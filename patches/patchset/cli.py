@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 from . import demo, git
 from .change import alone
@@ -39,14 +38,12 @@ CHANGING = ("apply", "reverse")  # a checkout
 ACTIONS = ("--check", "--status", "--reverse", "--demo", "--refresh", "--export")
 
 
-@dataclass
 class Options:
     """What the command line asks for."""
 
-    action: str = "apply"
-    commit: bool = False
-    only: list = field(default_factory=list)
-    place: str | None = None  # DIR, or OUT
+    def __init__(self):
+        self.action, self.commit, self.only = "apply", False, []
+        self.place = None  # DIR, or OUT
 
 
 def parse(arguments):

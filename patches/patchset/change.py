@@ -17,12 +17,12 @@ def alone(directory):
     """Refuse if another apply.sh changes this checkout. On a file system without locks, go on."""
     lock = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Refused(f"{directory}: another apply.sh is at work there", "let it end, then try again") from None
-    except OSError:
-        pass
-    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"{directory}: another apply.sh is at work there", "let it end, then try again") from None
+        except OSError:
+            pass
         yield
     finally:
         os.close(lock)
@@ -40,7 +40,7 @@ def replace(path, text):
 
 
 def _give(path, status):
-    with suppress(PermissionError):  # only root may give files away
+    with suppress(OSError):  # only root may give files away
         os.chown(path, status.st_uid, status.st_gid)
     path.chmod(status.st_mode & 0o7777)
 

@@ -107,7 +107,7 @@ def _places(options):
     if options.place is not None:
         return [options.place]
     if upstreams_in("."):
-        script = os.path.normpath(os.path.join(sys.argv[0], "../../apply.sh"))
+        script = sys.argv[0].removesuffix("patches/patchset") + "apply.sh"
         raise BadUsage(f"the current folder is a checkout: to mean it, name it ({script} … .)")
     return default_places(options.only)
 

@@ -1,8 +1,8 @@
 """--export: the patches made anew from the hooks as they stand in a checkout's files."""
 
 from .anchor import hook_place
-from .committed import Committed, contract_of
 from .errors import Refused, about
+from .head import Head, contract_of
 from .hooks import HOOK
 from .mail import lines_of, with_change
 from .writing import write
@@ -11,11 +11,11 @@ from .writing import write
 def run(checkout, options):
     """Do it, and show what changes."""
     with about(checkout.directory):
-        committed, new = Committed(checkout), {}
+        head, new = Head(checkout), {}
         for trainer in checkout.trainers:
             file, path = checkout.file(trainer), checkout.upstream.patch_file(trainer)
             old = path.read_text()
-            new[path] = _exported(checkout.path(trainer), file, old, committed.trainer(trainer), contract_of(trainer, file))
+            new[path] = _exported(checkout.path(trainer), file, old, head.trainer(trainer), contract_of(trainer, file))
             print(f"  {file:40} {'exported' if new[path] != old else 'as in its patch'}")
     write(new)
 

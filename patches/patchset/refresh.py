@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from . import git
 from .anchor import anchored
-from .committed import Committed, contract_of
 from .contracts import differences, fingerprints
 from .errors import Refused, about
+from .head import Head, contract_of
 from .mail import patched, with_change
 from .upstreams import ROOT
 from .verdicts import changed_symbols
@@ -26,37 +26,37 @@ class Moved(NamedTuple):
 def run(checkout, options):
     """Do it, and show what changes; nothing is written if one of the contracts is broken."""
     with about(checkout.directory):
-        committed, upstream = Committed(checkout), checkout.upstream
+        head, upstream = Head(checkout), checkout.upstream
         lock = upstream.lock()
-        moved = _moved(checkout, committed, lock)
+        moved = _moved(checkout, head, lock)
         for trainer, one in moved.items():
-            lock[trainer] = {"commit": committed.commit, "symbols": one.symbols}
-    here = [trainer for trainer in upstream.trainers if committed.read(upstream.file(trainer)) is not None]
-    behind = sorted(trainer for trainer in here if lock.get(trainer, {}).get("commit") != committed.commit)
+            lock[trainer] = {"commit": head.commit, "symbols": one.symbols}
+    here = [trainer for trainer in upstream.trainers if head.read(upstream.file(trainer)) is not None]
+    behind = sorted(trainer for trainer in here if lock.get(trainer, {}).get("commit") != head.commit)
     if behind:
         print(f"the pin stays where it is, for these aren't refreshed: {', '.join(behind)}")
     patches = {upstream.patch_file(trainer): one.patch for trainer, one in moved.items()}
     write({**patches, upstream.lock_file: json.dumps(lock, indent=1) + "\n"})
     if not behind:
-        _pin(upstream, committed.commit)
-    if not committed.is_published():
+        _pin(upstream, head.commit)
+    if not head.is_published():
         print("its commit is on no remote branch there: has upstream published it?")
 
 
-def _moved(checkout, committed, lock):
+def _moved(checkout, head, lock):
     """`{trainer: Moved}` of those that the commit has, with a line printed for each; refused if one's contract is broken."""
     found, broken = {}, []
     for trainer in checkout.trainers:
         file, patch = checkout.file(trainer), checkout.upstream.patch_file(trainer).read_text()
-        contract, text = contract_of(trainer, file), committed.trainer(trainer)
+        contract, text = contract_of(trainer, file), head.trainer(trainer)
         if text is None:
             print(f"  {file:40} not in this checkout: its patch and lock stay")
             continue
-        fatal = [one for one in differences(text, contract, committed.find) if one.is_fatal]
+        fatal = [one for one in differences(text, contract, head.find) if one.is_fatal]
         if fatal:
             broken += [f"{file}: {one}" for one in fatal]
             continue
-        found[trainer] = _move(patch, file, text, contract, committed.find)
+        found[trainer] = _move(patch, file, text, contract, head.find)
         print(f"  {file:40} {found[trainer].how}; {_what_changed(found[trainer].symbols, lock.get(trainer))}")
     if broken:
         raise Refused("the contract is broken, so nothing was written", *broken, "name the others with --only")

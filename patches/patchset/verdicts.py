@@ -33,7 +33,7 @@ def _verdict(checkout, trainer, lock):
         return path.read_bytes() if path.is_file() else None  # bytes: the first lines may name the encoding
 
     if trainer not in CONTRACTS:
-        return Verdict("broken", [f"{trainer} is not in CONTRACTS: jagg_patch/contract.py has to say what is relied on"])
+        return Verdict("broken", [f"{trainer} is not in CONTRACTS: jagg_patch/contract has to say what is relied on"])
     file, contract = checkout.file(trainer), CONTRACTS[trainer]
     text, find = read(file), modules(read, Path(file).parent)
     found = differences(text, contract, find)

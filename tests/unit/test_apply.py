@@ -536,6 +536,34 @@ def test_dot_is_the_checkout_one_stands_in(checkout):
     assert_applied(checkout, before)
 
 
+def test_the_checkout_one_stands_in_has_to_be_named(checkout):
+    before = snapshot(checkout)
+    for action in ([], ["--check"], ["--reverse"]):
+        assert f"to mean it, name it ({ROOT}/apply.sh … .)" in run_apply(*action, cwd=checkout, status=2)
+    assert snapshot(checkout) == before
+
+
+def ends_silently(checkout, **options):
+    done = subprocess.run([ROOT / "apply.sh", "--status", checkout], stderr=subprocess.PIPE, timeout=60, **options)
+    assert done.stderr == b""
+    return -done.returncode
+
+
+def test_it_ends_as_any_other_command_when_nobody_reads_on(checkout):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert ends_silently(checkout, stdout=writer) == signal.SIGPIPE
+    finally:
+        os.close(writer)
+
+
+def test_it_ends_as_any_other_command_when_it_is_interrupted(checkout, tmp_path):
+    stand_in = f'case "$*" in *--show-prefix) kill -INT $PPID ;; esac\nexec {shutil.which("git")} "$@"\n'
+    env = os.environ | path_with(tmp_path, "git", stand_in)
+    assert ends_silently(checkout, env=env, stdout=subprocess.DEVNULL) == signal.SIGINT
+
+
 @pytest.mark.parametrize("variable", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "CDPATH"])
 def test_environment_names_another_place(tmp_path, variable):
     """As in a git hook or an interactive shell."""

@@ -6,7 +6,7 @@ from .errors import Refused
 from .hooks import HOOK
 
 
-class Committed:
+class Head:
     """The last commit of a checkout. Refused unless it can be one of upstream's own."""
 
     def __init__(self, checkout):
@@ -43,5 +43,5 @@ class Committed:
 def contract_of(trainer, file):
     """The trainer's contract."""
     if trainer not in CONTRACTS:
-        raise Refused(f"{file}: {trainer} is not in CONTRACTS", "jagg_patch/contract.py has to say what is relied on")
+        raise Refused(f"{file}: {trainer} is not in CONTRACTS", "jagg_patch/contract has to say what is relied on")
     return CONTRACTS[trainer]

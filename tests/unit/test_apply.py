@@ -1150,6 +1150,19 @@ def test_help_names_every_option():
         assert option in printed
 
 
+def test_demo_runs_in_an_environment_of_its_own(patch_set):
+    (patch_set / "tests").mkdir()
+    venv = patch_set / "tests/venv.sh"
+    venv.write_text(f'#!/bin/sh\n[ "$*" = demo ] && echo {sys.executable}\n')
+    venv.chmod(0o755)
+    (patch_set / "upstream/demo.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
+    assert run_apply("--demo", patch_set=patch_set, status=7) == f"['--out', '{patch_set}/demo-output']\n"
+    assert run_apply("--demo", "a b", patch_set=patch_set, status=7) == "['--out', 'a b']\n"
+    assert "--only doesn't go with --demo" in run_apply("--demo", "--only", TRAINERS[0], patch_set=patch_set, status=2)
+    venv.write_text("#!/bin/sh\nexit 3\n")
+    assert run_apply("--demo", patch_set=patch_set, status=3) == ""
+
+
 # Without DIR: the default checkouts
 
 

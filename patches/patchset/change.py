@@ -57,8 +57,9 @@ class Change:
         self._received = []
 
     def __enter__(self):
-        for path in (self._new, self._old):  # of a run that was killed
-            shutil.rmtree(path, ignore_errors=True)
+        for path in (self._new, self._old):
+            if path.is_dir():  # of a run that was killed
+                shutil.rmtree(path)
         checkout = self._checkout
         paths = [*map(checkout.path, checkout.trainers), *([checkout.exclude] if checkout.exclude else [])]
         self._kept = {path: (path.read_bytes(), path.stat()) for path in paths if path.is_file()}
@@ -74,10 +75,10 @@ class Change:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         try:
-            if kind is None and not self._received:
-                shutil.rmtree(self._old, ignore_errors=True)
-            else:
+            if kind is not None or self._received:
                 self._put_back()
+            elif self._old.is_dir():
+                shutil.rmtree(self._old)
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)

@@ -14,7 +14,9 @@ SOURCE = ROOT / "jagg_patch"
 
 def version(module=SOURCE):
     """What its __init__ says."""
-    return re.search(r'^__version__ = "(.*)"', (module / "__init__.py").read_text(), re.MULTILINE)[1]
+    init = module / "__init__.py"
+    found = re.search(r'^__version__ = "(.*)"', init.read_text() if init.is_file() else "", re.MULTILINE)
+    return found[1] if found else ""
 
 
 def is_ours(checkout):

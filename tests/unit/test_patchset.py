@@ -17,6 +17,33 @@ def test_the_hook_is_the_contracts():
     assert hooks.HOOK == HOOK.encode()
 
 
+FIRST = b"    import jagg_patch  # beside this file, put there by JAGG's apply.sh\n"
+SECOND = b"    jagg_patch.install(globals(), parser)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (b"if x:\n" + FIRST + SECOND + b"    run()\n", (1, 3)),
+        (b"if x:\n" + FIRST + b"\n" + SECOND + b"\n    # theirs\n    run()", (1, 4)),
+        (b"if x:\n" + FIRST + FIRST + SECOND + b"    run()\n", (2, 4)),
+        (b"if x:\n" + FIRST + SECOND + FIRST + SECOND + b"    run()\n", None),
+        (b"if x:\n" + FIRST + SECOND + b"    run()\n" + SECOND, None),
+        (b"if x:\n" + FIRST + b"    run()\n" + SECOND + b"    run()\n", None),
+        (b"if x:\n" + FIRST + SECOND + b"run()\n", None),
+        (b"if x:\n" + FIRST + SECOND, None),
+        (b"if x:\n    run()\n", None),
+    ],
+    ids=["plain", "spaced", "begun twice", "twice", "a second call", "a line between", "ends a block", "ends the file", "none"],
+)
+def test_the_place_of_the_hook(text, place):
+    patch = PATCH.encode()
+    assert hooks.place(patch, text) == place
+    assert hooks.place(patch, text.replace(b"\n", b"\r\n")) == place
+    if place:
+        assert hooks.take_out(patch, text) == b"".join(text.splitlines(True)[: place[0]] + text.splitlines(True)[place[1] :])
+
+
 def test_every_folder_with_a_series_is_an_upstream():
     assert [upstream.name for upstream in UPSTREAMS] == ["dancegrpo", "flow_grpo"]
 

@@ -11,6 +11,6 @@ fi
 python=$(tests/venv.sh "${extras[@]}")
 bin=$(dirname "$python")
 
-"$bin/flake8" jagg_patch upstream/*.py upstream/mini tests
+"$bin/flake8" jagg_patch patches/patchset upstream/*.py upstream/mini tests
 "$bin/shellcheck" apply.sh tests/*.sh .ci/run upstream/mini/scripts/finetune/*.sh
 "$python" -m pytest "$@"

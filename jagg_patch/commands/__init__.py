@@ -5,6 +5,9 @@ import platform
 from datetime import date
 from tempfile import TemporaryFile
 
+import torch
+
+from .. import __version__
 from ..errors import JaggError
 
 
@@ -19,10 +22,6 @@ def make_folder(path):
 
 def made_by(command, **more):
     """Where a result file comes from."""
-    import torch  # not above: the doctor goes without
-
-    from .. import __version__
-
     machine = f"{platform.machine()}, {os.cpu_count()} processors"
     versions = {"jagg": __version__, "torch": torch.__version__}
     return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more

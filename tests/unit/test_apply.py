@@ -6,6 +6,7 @@ The core is tested on all trainers of each upstream, the rest on a checkout with
 import ast
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -156,6 +157,7 @@ def home(tmp_path_factory, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("PYTHON", sys.executable)  # faster than a wrapper that finds one
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     (home / ".gitconfig").write_text(GITCONFIG)
@@ -215,8 +217,7 @@ def full_checkout(tmp_path, upstream):
 def copy_patch_set(directory):
     """What apply.sh needs, to change at will. Not the checkouts in upstream/."""
     (directory / "upstream").mkdir(parents=True)
-    for name in ("apply.sh", "upstream/pins.ini", "upstream/dancegrpo.lock", "upstream/flow_grpo.lock"):
-        shutil.copy(ROOT / name, directory / name)
+    shutil.copy(ROOT / "apply.sh", directory)
     for name in ("patches", "jagg_patch"):
         shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
     return directory
@@ -227,7 +228,7 @@ def patch_set(tmp_path):
     return copy_patch_set(tmp_path / "patch-set")
 
 
-def run_apply(*args, status=0, cwd=None, env=(), patch_set=ROOT):
+def run_apply(*args, status=0, cwd=None, env=(), patch_set=ROOT, preexec_fn=None):
     """What apply.sh prints, on both streams."""
     done = subprocess.run(
         [patch_set / "apply.sh", *args],
@@ -238,6 +239,7 @@ def run_apply(*args, status=0, cwd=None, env=(), patch_set=ROOT):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=60,
+        preexec_fn=preexec_fn,
     )
     assert done.returncode == status, f"exit status {done.returncode}, not {status}:\n{done.stdout}"
     return done.stdout
@@ -532,6 +534,34 @@ def test_dot_is_the_checkout_one_stands_in(checkout):
     run_apply(".", cwd=checkout / "fastvideo", status=1)
     run_apply(".", cwd=checkout)
     assert_applied(checkout, before)
+
+
+def test_the_checkout_one_stands_in_has_to_be_named(checkout):
+    before = snapshot(checkout)
+    for action in ([], ["--check"], ["--reverse"]):
+        assert f"to mean it, name it ({ROOT}/apply.sh … .)" in run_apply(*action, cwd=checkout, status=2)
+    assert snapshot(checkout) == before
+
+
+def ends_silently(checkout, **options):
+    done = subprocess.run([ROOT / "apply.sh", "--status", checkout], stderr=subprocess.PIPE, timeout=60, **options)
+    assert done.stderr == b""
+    return -done.returncode
+
+
+def test_it_ends_as_any_other_command_when_nobody_reads_on(checkout):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert ends_silently(checkout, stdout=writer) == signal.SIGPIPE
+    finally:
+        os.close(writer)
+
+
+def test_it_ends_as_any_other_command_when_it_is_interrupted(checkout, tmp_path):
+    stand_in = f'case "$*" in *--show-prefix) kill -INT $PPID ;; esac\nexec {shutil.which("git")} "$@"\n'
+    env = os.environ | path_with(tmp_path, "git", stand_in)
+    assert ends_silently(checkout, env=env, stdout=subprocess.DEVNULL) == signal.SIGINT
 
 
 @pytest.mark.parametrize("variable", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "CDPATH"])
@@ -1031,19 +1061,27 @@ def path_with(directory, command, script):
     return {"PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
 
 
+def limit_file_sizes():
+    """The next best to a full disk: files of the module are longer."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+
 @pytest.mark.parametrize("applied", [False, True], ids=["fresh", "stale"])
-@pytest.mark.parametrize(("fate", "status"), [("exit 1", 1), ("kill -TERM $PPID", -signal.SIGTERM)], ids=["no space", "killed"])
-def test_failure_half_way_is_undone(checkout, tmp_path, fate, status, applied):
+@pytest.mark.parametrize("fate", ["no space", "killed", "hung up"])
+def test_failure_half_way_is_undone(checkout, tmp_path, fate, applied):
     """A hook without the whole module would stop the trainer."""
     if applied:
-        run_apply(checkout)
+        run_apply("--only", TRAINERS[0], checkout)
         (checkout / MODULE / "session.py").unlink()
+    if fate == "no space":
+        assert_refused(checkout, says=[f"{MODULE}.new/", "File too large"], preexec_fn=limit_file_sizes)
+        return
+    number = {"killed": signal.SIGTERM, "hung up": signal.SIGHUP}[fate]
     stand_in = f"""\
-for target; do :; done
-case $target in *jagg_patch*) ;; *) exec {shutil.which("cp")} "$@" ;; esac
-mkdir "$target"; touch "$target/half.py"; echo "cp: no space left" >&2; {fate}
+case "$*" in *"apply --directory=") test -e {checkout / MODULE}/session.py && kill -{int(number)} $PPID ;; esac
+exec {shutil.which("git")} "$@"
 """
-    assert_refused(checkout, says="no space left", status=status, env=path_with(tmp_path, "cp", stand_in))
+    assert_refused(checkout, says="", status=-number, env=path_with(tmp_path, "git", stand_in))
 
 
 @pytest.mark.parametrize(("status", "says"), [(1, "no space left"), (0, "git reported success")])
@@ -1083,8 +1121,8 @@ def test_bad_usage(checkout, args, says):
 @pytest.mark.parametrize("action", [(), ("--only", "train_sd3"), ("--help",)], ids=["apply", "--only", "--help"])
 def test_without_git(checkout, tmp_path, action):
     (tmp_path / "bin").mkdir()
-    for command in ("bash", "cat", "dirname", "grep", "sed"):
-        (tmp_path / "bin" / command).symlink_to(shutil.which(command))
+    for name, command in {"sh": shutil.which("sh"), "dirname": shutil.which("dirname"), "python3": sys.executable}.items():
+        (tmp_path / "bin" / name).symlink_to(command)
     before, is_help = snapshot(checkout), action == ("--help",)
     printed = run_apply(*action, checkout, status=0 if is_help else 1, env={"PATH": str(tmp_path / "bin")})
     assert ("usage" if is_help else "git is not installed") in printed
@@ -1110,6 +1148,19 @@ def test_help_names_every_option():
     printed = run_apply("--help")
     for option in ("--check", "--status", "--reverse", "--commit", "--only", "--demo", "exit status"):
         assert option in printed
+
+
+def test_demo_runs_in_an_environment_of_its_own(patch_set):
+    (patch_set / "tests").mkdir()
+    venv = patch_set / "tests/venv.sh"
+    venv.write_text(f'#!/bin/sh\n[ "$*" = demo ] && echo {sys.executable}\n')
+    venv.chmod(0o755)
+    (patch_set / "upstream/demo.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
+    assert run_apply("--demo", patch_set=patch_set, status=7) == f"['--out', '{patch_set}/demo-output']\n"
+    assert run_apply("--demo", "a b", patch_set=patch_set, status=7) == "['--out', 'a b']\n"
+    assert "--only doesn't go with --demo" in run_apply("--demo", "--only", TRAINERS[0], patch_set=patch_set, status=2)
+    venv.write_text("#!/bin/sh\nexit 3\n")
+    assert run_apply("--demo", patch_set=patch_set, status=3) == ""
 
 
 # Without DIR: the default checkouts
@@ -1181,9 +1232,8 @@ def test_looking_goes_on_after_a_refusal(patch_set, both):
 
 
 def pin_to(patch_set, url, commit, upstream="dancegrpo"):
-    pins = patch_set / "upstream/pins.ini"
     for name, value in (("url", url), ("commit", commit)):
-        git(patch_set, "config", "--file", pins, f"upstream.{upstream}.{name}", value)
+        git(patch_set, "config", "--file", f"patches/{upstream}/pin.ini", f"upstream.{name}", value)
 
 
 def clones(patch_set):
@@ -1316,7 +1366,7 @@ def test_series_names_every_patch(upstream):
 
 def test_pins_name_the_files_that_are_patched(upstream):
     def pin(name):
-        command = ["git", "config", "--file", ROOT / "upstream/pins.ini", "--get-all", f"upstream.{upstream}.{name}"]
+        command = ["git", "config", "--file", ROOT / "patches" / upstream / "pin.ini", "--get-all", f"upstream.{name}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
     texts = [(ROOT / "patches" / upstream / patch).read_text() for patch in SERIES[upstream]]

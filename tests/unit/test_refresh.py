@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -61,10 +60,10 @@ def test_a_refresh_pins_the_commit_and_keeps_the_messages(full_checkout, upstrea
     untouched = snapshot(full_checkout)
     printed = run_apply("--refresh", full_checkout, patch_set=patch_set)
     commit = git(full_checkout, "rev-parse", "HEAD").strip()
-    assert f"upstream/pins.ini: {upstream} is at {commit}" in printed
+    assert f"patches/{upstream}/pin.ini: {upstream} is at {commit}" in printed
     assert "on no remote branch" in printed
-    assert f"+++ b/upstream/{upstream}.lock" in printed and "+++ b/patches/" in printed
-    assert git(patch_set, "config", "--file", "upstream/pins.ini", f"upstream.{upstream}.commit").strip() == commit
+    assert f"+++ b/patches/{upstream}/lock.json" in printed and f".patch\n+++ b/patches/{upstream}/" in printed
+    assert git(patch_set, "config", "--file", f"patches/{upstream}/pin.ini", "upstream.commit").strip() == commit
     assert {patch.name: message(patch) for patch in patches.glob("*.patch")} == before
     assert snapshot(full_checkout) == untouched
     checked = run_apply("--check", full_checkout, patch_set=patch_set)
@@ -321,12 +320,12 @@ def test_another_repository_s_commit_is_not_pinned(tmp_path, patch_set):  # noqa
 
 
 def test_a_part_of_the_trainers_does_not_move_the_pin(checkout, patch_set):  # noqa: F811
-    pins = (patch_set / "upstream/pins.ini").read_text()
+    pin = (patch_set / "patches/dancegrpo/pin.ini").read_text()
     printed = run_apply("--refresh", "--only", "train_grpo_flux", checkout, patch_set=patch_set)
     assert "the pin stays where it is, for these aren't refreshed: train_grpo_flux_lora, train_grpo_sd" in printed
-    assert (patch_set / "upstream/pins.ini").read_text() == pins
+    assert (patch_set / "patches/dancegrpo/pin.ini").read_text() == pin
     run_apply("--refresh", "--only", "train_grpo_flux_lora", "--only", "train_grpo_sd", checkout, patch_set=patch_set)
-    assert git(checkout, "rev-parse", "HEAD").strip() in (patch_set / "upstream/pins.ini").read_text()
+    assert git(checkout, "rev-parse", "HEAD").strip() in (patch_set / "patches/dancegrpo/pin.ini").read_text()
 
 
 def test_what_is_not_a_hook_is_not_exported(checkout, patch_set):  # noqa: F811
@@ -338,31 +337,26 @@ def test_what_is_not_a_hook_is_not_exported(checkout, patch_set):  # noqa: F811
     assert snapshot(patch_set) == before
 
 
-def test_the_doctor_prints_what_check_does(checkout):  # noqa: F811
-    def doctor(directory):
-        command = [sys.executable, "-m", "jagg_patch", "doctor", str(directory)]
-        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    done = doctor(checkout)
-    assert (done.returncode, done.stdout) == (0, run_apply("--check", checkout))
-    edit(checkout / FLUX, STEP, STEP.replace("timesteps", "t"))
-    done = doctor(checkout)
-    assert (done.returncode, done.stdout) == (1, run_apply("--check", checkout, status=1))
-    run_apply("--only", "train_grpo_sd", checkout)
-    command = [sys.executable, "-m", "jagg_patch", "doctor", "."]
-    path = {"PYTHONPATH": str(checkout / "fastvideo")}
-    done = subprocess.run(command, cwd=checkout, env=os.environ | path, capture_output=True, text=True)
-    assert done.returncode and "run the doctor from the patch set" in done.stderr
+def test_the_user_s_python_settings_change_nothing(checkout, tmp_path, patch_set):  # noqa: F811
+    """Nor does Python leave anything: no cache in the patch set, of whose module a copy goes beside the trainers."""
+    expected, before = run_apply("--check", checkout, patch_set=patch_set), snapshot(patch_set)
+    (tmp_path / "path").mkdir()
+    for name in ("ast", "json", "sitecustomize", "torch"):
+        (tmp_path / f"path/{name}.py").write_text("raise SystemExit('theirs')\n")
+    settings = {"PYTHONPATH": str(tmp_path / "path"), "PYTHONHOME": str(tmp_path), "PYTHONOPTIMIZE": "2", "LC_ALL": "C"}
+    assert run_apply("--check", checkout, patch_set=patch_set, env=settings, cwd=tmp_path / "path") == expected
+    assert snapshot(patch_set) == before
 
 
-def test_without_a_python_that_can_the_contracts_are_left_to_the_start(checkout, tmp_path):  # noqa: F811
+def test_without_a_python_that_can_everything_is_refused(checkout, tmp_path):  # noqa: F811
     (tmp_path / "bin").mkdir()
     for name in ("python3", "python", *(f"python3.{minor}" for minor in range(10, 14))):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    printed = run_apply("--check", checkout, env=env)
-    assert "they are checked when training starts" in printed and row(printed)[:2] == ("ready", "unknown")
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": ""}
+    for action in ([], ["--check"], ["--refresh"]):
+        assert_refused(checkout, *action, says=["apply.sh: there is no Python from 3.10 on", "PYTHON="], env=env)
     assert row(run_apply("--check", checkout, env=env | {"PYTHON": sys.executable}))[:2] == ("ready", "holds")
-    run_apply(checkout, env=env)
-    assert_refused(checkout, "--refresh", says="needs Python 3.10", env=env)
+    (tmp_path / "bin/python3.12").unlink()
+    (tmp_path / "bin/python3.12").symlink_to(sys.executable)
+    assert row(run_apply("--check", checkout, env=env))[:2] == ("ready", "holds")

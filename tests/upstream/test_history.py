@@ -6,8 +6,8 @@ import pytest
 import torch
 from checkouts import DANCEGRPO, FLOW_GRPO, HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
+from patchset.mail import patched
 
-from jagg_patch.commands.refresh import patched
 from jagg_patch.contract import CONTRACTS, differences, modules
 
 require_dancegrpo()

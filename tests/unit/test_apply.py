@@ -476,7 +476,7 @@ def test_module_is_ignored_and_has_no_caches(checkout, patch_set):
 MODULE_CHANGES = {
     "edited": (lambda module: edit(module / "__init__.py", '__version__ = "', '__version__ = "0.0.0-'), "stale"),
     "added": (lambda module: (module / "left_over.py").touch(), "stale"),
-    "removed": (lambda module: (module / "session.py").unlink(), "stale"),
+    "removed": (lambda module: (module / "loop/session.py").unlink(), "stale"),
     "gone": (shutil.rmtree, "absent"),
 }
 
@@ -497,7 +497,7 @@ def test_leavings_of_a_killed_run_are_no_part_of_the_module(checkout, applied):
     before = snapshot(checkout)
     if applied:
         run_apply(checkout)
-        (checkout / MODULE / "session.py").unlink()
+        (checkout / MODULE / "loop/session.py").unlink()
     for suffix in (".new", ".old"):
         (checkout / f"{MODULE}{suffix}").mkdir()
         (checkout / f"{MODULE}{suffix}/half.py").touch()
@@ -790,7 +790,7 @@ def test_commit_again_only_refreshes_the_module(checkout, staged):
     if staged:
         git(checkout, "add", FILES[0])
     fresh, head = snapshot(checkout), git(checkout, "rev-parse", "HEAD")
-    (checkout / MODULE / "session.py").unlink()
+    (checkout / MODULE / "loop/session.py").unlink()
     run_apply("--commit", checkout)
     assert snapshot(checkout) == fresh
     assert git(checkout, "rev-parse", "HEAD") == head
@@ -800,7 +800,7 @@ def test_commit_again_only_refreshes_the_module(checkout, staged):
 def test_commit_undoes_all_if_a_git_hook_refuses(checkout, applied):
     if applied:
         run_apply(checkout)
-        (checkout / MODULE / "session.py").unlink()  # so the module is replaced as well
+        (checkout / MODULE / "loop/session.py").unlink()  # so the module is replaced as well
     refuse = checkout / ".git/hooks/pre-applypatch"
     refuse.parent.mkdir(exist_ok=True)
     refuse.write_text("#!/bin/sh\nmkdir .git/second_time\n")
@@ -1072,13 +1072,13 @@ def test_failure_half_way_is_undone(checkout, tmp_path, fate, applied):
     """A hook without the whole module would stop the trainer."""
     if applied:
         run_apply("--only", TRAINERS[0], checkout)
-        (checkout / MODULE / "session.py").unlink()
+        (checkout / MODULE / "loop/session.py").unlink()
     if fate == "no space":
         assert_refused(checkout, says=[f"{MODULE}.new/", "File too large"], preexec_fn=limit_file_sizes)
         return
     number = {"killed": signal.SIGTERM, "hung up": signal.SIGHUP}[fate]
     stand_in = f"""\
-case "$*" in *"apply --directory=") test -e {checkout / MODULE}/session.py && kill -{int(number)} $PPID ;; esac
+case "$*" in *"apply --directory=") test -e {checkout / MODULE}/loop/session.py && kill -{int(number)} $PPID ;; esac
 exec {shutil.which("git")} "$@"
 """
     assert_refused(checkout, says="", status=-number, env=path_with(tmp_path, "git", stand_in))

@@ -14,6 +14,6 @@ def find_trainer(namespace):
     if name not in TRAINERS:
         raise JaggError(
             f"no adapter for the trainer {name!r}: known are {', '.join(TRAINERS)}\n"
-            "remove the hook from this file, or add a row to the table in jagg_patch/trainers/ (README.md there, Adding a trainer)"
+            "remove the hook from this file, or add a row to the table in jagg_patch/trainers (README.md there: Adding a trainer)"
         )
     return TRAINERS[name]

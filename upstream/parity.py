@@ -17,7 +17,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from demo import patched_copy, quartiles, read_metrics, train
+from demo import patched_copy, quartiles
+from runs import read_metrics, train
 from tqdm.auto import tqdm
 
 from jagg_patch import JaggConfig

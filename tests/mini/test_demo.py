@@ -24,6 +24,7 @@ from turns import in_turn
 
 folder = Path(os.environ["OUTPUT_DIR"])
 folder.mkdir()
+folder.with_suffix(".pid").write_text(str(os.getpid()))
 
 def write(file, row):
     with open(file, "a") as lines:
@@ -34,6 +35,9 @@ for step in in_turn(range(int(os.environ["STEPS"])), 0, lambda: None):
     if [folder.name, step] == json.loads(os.environ["DIES_AT"]):
         print("out of luck", flush=True)
         os._exit(3)
+    if [folder.name, step] == json.loads(os.environ["KILLS_AT"]):
+        os.kill(int((folder.parent / "off.pid").read_text()), 9)
+        time.sleep(30)
     time.sleep(0.05)
     write(folder / "metrics.jsonl", {"reward": step, "seconds": 0.05})
     write(folder.parent / "turns.jsonl", [folder.name, began, time.monotonic()])
@@ -48,7 +52,8 @@ def trainer(tmp_path, monkeypatch):
     script.parent.mkdir(parents=True)
     (tmp_path / "stand_in.py").write_text(TRAINER)
     script.write_text(f"python {tmp_path / 'stand_in.py'}\n")
-    for name, value in {"MODULES": str(ROOT / "upstream/mini/fastvideo"), "STEPS": "3", "DIES_AT": "null"}.items():
+    settings = {"MODULES": str(ROOT / "upstream/mini/fastvideo"), "STEPS": "3", "DIES_AT": "null", "KILLS_AT": "null"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "trainer"
 
@@ -122,6 +127,15 @@ def test_a_run_that_dies_ends_the_other(trainer, tmp_path, monkeypatch, capsys, 
         f"the last that it printed stands above, all of it in {tmp_path / name}.log",
     ]
     assert "out of luck" in capsys.readouterr().err
+    assert not left_over(tmp_path)
+
+
+def test_a_run_that_dies_while_it_waits_ends_the_other_at_once(trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("KILLS_AT", json.dumps(["on", 1]))
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match=r"JAGG off failed \(exit status 137\), so JAGG on was ended too\n"):
+        runs.train_in_turn(trainer, wanted(tmp_path), 1)
+    assert time.monotonic() - began < 25  # the step that JAGG on was at takes 30 s
     assert not left_over(tmp_path)
 
 

@@ -7,9 +7,7 @@ import sys
 from .errors import JaggError
 
 COMMANDS = {
-    "bench": "how much faster training steps are on this machine",
     "doctor": "whether the patches and contracts of a checkout hold",
-    "probe": "how good grouped gradients are on the mini trainer's model",
     "report": "what a run's log says of its gradients, and which frac and W to choose",
 }
 

@@ -22,10 +22,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "mini"), str(HERE / "mini/fastvideo"), str(HERE.parent)]
 import digits  # noqa: E402
 import make_base  # noqa: E402
+from results import made_by  # noqa: E402
 from runs import train_in_turn  # noqa: E402
 
 from jagg_patch import JaggConfig, plan_groups  # noqa: E402
-from jagg_patch.commands import made_by  # noqa: E402
 from jagg_patch.cost import update_cost  # noqa: E402
 
 RUNS = {"off": "JAGG off", "on": "JAGG on"}

@@ -11,7 +11,6 @@ from ..config import JaggConfig
 from ..cost import StepCost, training_step_cost, update_cost
 from ..errors import JaggError
 from ..plan import plan_groups
-from . import make_folder
 
 SAME = ("trainer", "aggregation", "trajectory", "visited", "sampled_steps", "step_cost")  # in all records of a report
 FEW = 3  # probes: nothing is recommended on fewer, unless there are no more
@@ -51,11 +50,14 @@ def run(args):
         ) from error
     print(text)
     if args.out is not None:
-        make_folder(args.out)
         measured = [entry | {"cosines": values} for entry, values in found]
         report = {"threshold": args.threshold, "measured": measured, "choices": options}
-        (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        plot(probed, found, args.threshold, args.out / "report.png")
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            plot(probed, found, args.threshold, args.out / "report.png")
+        except OSError as error:
+            raise JaggError(f"the folder can't be made or written to: {error}\ngive --out another one") from None
         print(f"in {args.out}: report.png, report.json")
 
 

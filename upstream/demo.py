@@ -1,11 +1,10 @@
-"""`./apply.sh --demo`: patch a copy of the mini trainer, run its own script with JAGG off and on, compare.
+"""`./apply.sh --demo`: patch a copy of the mini trainer, run its own script with JAGG off and on in turn, compare.
 
-Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and each run's metrics, rewards and checkpoint.
+Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and each run's metrics, rewards, checkpoint and log.
 """
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,15 +19,18 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "mini"), str(HERE / "mini/fastvideo"), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE / "mini"), str(HERE / "mini/fastvideo"), str(HERE.parent)]
 import digits  # noqa: E402
 import make_base  # noqa: E402
+from results import made_by  # noqa: E402
+from runs import train_in_turn  # noqa: E402
 
 from jagg_patch import JaggConfig, plan_groups  # noqa: E402
-from jagg_patch.commands import made_by  # noqa: E402
 from jagg_patch.method.cost import update_cost  # noqa: E402
 
 RUNS = {"off": "JAGG off", "on": "JAGG on"}
+SECONDS = {"seconds_per_training_step": "seconds", "update_seconds": "update_seconds"}  # in the results: in the metrics
+LABELS = {"seconds_per_training_step": "training step", "update_seconds": "its update"}
 LAST = 10  # training steps that "first" and "last" average over
 
 
@@ -44,35 +46,6 @@ def patched_copy(out, command):
     return trainer
 
 
-def train(trainer, run, title, seed, jagg, *flags):
-    """Run the trainer's own script into the folder `run`; its progress bars go to the terminal.
-
-    Args:
-        jagg: the `JAGG_*` settings, a dict.
-        flags: added to the script's own.
-
-    Returns:
-        The metrics, one dict a training step.
-    """
-    shutil.rmtree(run, ignore_errors=True)
-    settings = {key: value for key, value in os.environ.items() if not key.startswith("JAGG_")}
-    settings |= jagg | {
-        "OUTPUT_DIR": str(run),
-        "SEED": str(seed),
-        "CUDA_VISIBLE_DEVICES": "",  # two processes, whatever the machine has
-        "OMP_NUM_THREADS": "1",  # torchrun's own default, said here so that it does not print a warning
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    script = ["bash", "scripts/finetune/finetune_flux_grpo.sh", *flags]
-    if subprocess.run(script, cwd=trainer, env=settings, check=False).returncode:
-        sys.exit(f"the training run with {title} failed; what it printed stands above\nits files are in {run}")
-    return read_metrics(run)
-
-
-def read_metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def quartiles(values):
     return [float(x) for x in np.percentile(values, [25, 50, 75])]
 
@@ -83,15 +56,18 @@ def mean_reward(metrics):
     return float(np.mean([row["reward"] for row in metrics])), float(np.sqrt((errors**2).sum()) / len(errors))
 
 
+def paired_ratios(off, on, key):
+    """`off / on` of each training step, the two having run one after the other; without the first, which warms up."""
+    return [before[key] / after[key] for before, after in zip(off[1:], on[1:], strict=True)]
+
+
 def compare(metrics):
     """Everything that the table and the JSON say, from `{name: metrics}`."""
     results = {}
     for name, rows in metrics.items():
         first, last = mean_reward(rows[:LAST]), mean_reward(rows[-LAST:])
-        timed = rows[1:]  # the first training step warms up
         results[name] = {
-            "seconds_per_training_step": quartiles([row["seconds"] for row in timed]),
-            "update_seconds": quartiles([row["update_seconds"] for row in timed]),
+            **{key: quartiles([row[seconds] for row in rows[1:]]) for key, seconds in SECONDS.items()},
             "backward_passes_per_training_step": rows[-1]["backward_passes"],
             "reward_first": first,
             "reward_last": last,
@@ -99,9 +75,9 @@ def compare(metrics):
             "first_ratio_error": max(row["first_ratio_error"] for row in rows),
         }
     off, on = results["off"], results["on"]
-    results["ratios"] = {key: off[key][1] / on[key][1] for key in ("seconds_per_training_step", "update_seconds")} | {
-        "backward_passes": off["backward_passes_per_training_step"] / on["backward_passes_per_training_step"]
-    }
+    ratios = {key: quartiles(paired_ratios(metrics["off"], metrics["on"], seconds)) for key, seconds in SECONDS.items()}
+    passes = off["backward_passes_per_training_step"] / on["backward_passes_per_training_step"]
+    results["ratios"] = ratios | {"backward_passes": passes}
     difference = on["reward_last"][0] - off["reward_last"][0]
     results["reward_difference_in_standard_errors"] = difference / np.hypot(on["reward_last"][1], off["reward_last"][1])
     # The script trains 9 of 15 steps with every block checkpointed.
@@ -112,24 +88,25 @@ def compare(metrics):
 def table(results):
     off, on, ratios = results["off"], results["on"], results["ratios"]
 
-    def time(run, key):
-        low, median, high = run[key]
+    def spread(quartiles):
+        low, median, high = quartiles
         return f"{median:.2f} ({low:.2f}-{high:.2f})"
 
     def reward(run, key):
         return "{:.3f} ± {:.3f}".format(*run[key])
 
     rows = [("", "JAGG off", "JAGG on", "off / on")]
-    for label, key in (("seconds per training step", "seconds_per_training_step"), ("  of it the update", "update_seconds")):
-        rows.append((label, time(off, key), time(on, key), f"{ratios[key]:.2f}x"))
+    for label, key in zip(("seconds per training step", "  of it the update"), SECONDS, strict=True):
+        rows.append((label, spread(off[key]), spread(on[key]), spread(ratios[key])))
     passes = "backward_passes_per_training_step"
-    rows.append(("transformer backward passes", str(off[passes]), str(on[passes]), f"{ratios['backward_passes']:.2f}x"))
+    rows.append(("transformer backward passes", str(off[passes]), str(on[passes]), f"{ratios['backward_passes']:.2f}"))
     for label, key in ((f"mean reward, first {LAST} steps", "reward_first"), (f"mean reward, last {LAST} steps", "reward_last")):
         rows.append((label, reward(off, key), reward(on, key), ""))
-    lines = [f"{label:<30}{left:>20}{right:>20}{ratio:>11}".rstrip() for label, left, right, ratio in rows]
+    lines = [f"{label:<30}{left:>20}{right:>20}{ratio:>20}".rstrip() for label, left, right, ratio in rows]
     lines += [
         "",
-        "seconds: median (quartiles) after the first training step, rank 0; reward: mean ± standard error",
+        "seconds: median (quartiles) after the first training step, rank 0; off / on: of the ratios of each training step,",
+        "the two of which ran one after the other; reward: mean ± standard error",
         f"by arithmetic the update gets {results['update_ratio_of_the_arithmetic']:.2f}x faster "
         "(9 of 15 steps trained, one group of 5);",
         "besides, a group's joint backward gathers and reduces each sharded block once instead of 5 times",
@@ -137,18 +114,25 @@ def table(results):
     return "\n".join(lines)
 
 
-def plot_rewards(metrics, path):
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+def plot_rewards(metrics, results, path):
+    """Reward against training steps; and how many times faster each step was than the one without JAGG just before it."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    steps = np.arange(1, len(metrics["off"]) + 1)
     for name, rows in metrics.items():
         reward = np.array([row["reward"] for row in rows])
         error = np.array([row["reward_sem"] for row in rows])
-        steps = np.arange(1, len(rows) + 1)
-        for axis, x in zip(axes, (steps, np.cumsum([row["seconds"] for row in rows])), strict=True):
-            axis.plot(x, reward, label=RUNS[name])
-            axis.fill_between(x, reward - error, reward + error, alpha=0.25)
-    axes[0].set(xlabel="training step", ylabel="mean reward (band: standard error)")
-    axes[1].set(xlabel="seconds of training")
-    axes[1].legend(loc="lower right")
+        left.plot(steps, reward, label=RUNS[name])
+        left.fill_between(steps, reward - error, reward + error, alpha=0.25)
+    left.set(xlabel="training step", ylabel="mean reward (band: standard error)")
+    left.legend(loc="lower right")
+    for color, (key, seconds) in zip(("C2", "C4"), SECONDS.items(), strict=True):
+        low, median, high = results["ratios"][key]
+        right.plot(steps[1:], paired_ratios(metrics["off"], metrics["on"], seconds), ".", color=color)
+        right.axhline(median, color=color, label=f"{LABELS[key]}: {median:.2f}")
+        right.axhspan(low, high, color=color, alpha=0.15, linewidth=0)
+    right.axhline(1, color="gray", linewidth=0.8, linestyle=":")
+    right.set(xlabel="training step", ylabel="seconds, JAGG off / on (median, quartiles)")
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -179,14 +163,15 @@ def main():
     args = parser.parse_args()
     out = args.out.resolve()
     trainer = patched_copy(out, "./apply.sh --demo OUT")
-    metrics = {}
-    for name, title in RUNS.items():
-        print(f"\n== {title}: scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}", flush=True)
-        metrics[name] = train(trainer, out / name, title, args.seed, {"JAGG_ENABLED": str(int(name == "on"))})
+    print(f"\n== scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}, with JAGG off and on, a step each in turn", flush=True)
+    wanted = {out / name: (title, {"JAGG_ENABLED": str(int(name == "on"))}) for name, title in RUNS.items()}
+    metrics = dict(zip(RUNS, train_in_turn(trainer, wanted, args.seed), strict=True))
     results = compare(metrics)
+    kept = ("reward", "reward_sem", "seconds", "update_seconds", "backward_passes", "first_ratio_error")
+    results["runs"] = {name: {key: [row[key] for row in rows] for key in kept} for name, rows in metrics.items()}
     results["made_by"] = made_by("./apply.sh --demo", seed=args.seed)
     (out / "comparison.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot_rewards(metrics, out / "reward.png")
+    plot_rewards(metrics, results, out / "reward.png")
     n_steps = len(metrics["off"])
     weights = {"before": HERE / "mini/data/flux/transformer"}
     weights |= {f"after, {title}": out / name / f"checkpoint-{n_steps}" for name, title in RUNS.items()}
@@ -195,4 +180,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: both trainings were ended\nthe same command begins anew")

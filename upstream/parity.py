@@ -17,11 +17,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from demo import patched_copy, quartiles, read_metrics, train
+from demo import patched_copy, quartiles
+from results import made_by
+from runs import read_metrics, train
 from tqdm.auto import tqdm
 
 from jagg_patch import JaggConfig
-from jagg_patch.commands import made_by
 from jagg_patch.method.cost import training_step_cost
 from jagg_patch.method.plan import forwards_a_group, plan_groups
 

@@ -1,4 +1,4 @@
-"""`python -m jagg_patch bench` on models too small to time: what is measured, counted and derived, never how long it takes."""
+"""`python upstream/bench.py` on models too small to time: what is measured, counted and derived, never how long it takes."""
 
 import argparse
 import json
@@ -7,13 +7,16 @@ import sys
 from itertools import product
 from statistics import median
 
+import bench
 import pytest
 import torch
+from bench_models import ALL, build, set_checkpointing
+from bench_rows import cases
 from launch import ROOT
+from results import command_line
 
 from jagg_patch import JaggError
-from jagg_patch.__main__ import main
-from jagg_patch.commands import bench
+from jagg_patch.loop import knots
 
 SIZE = ["--layers", "1", "--heads", "1", "--side", "2", "--text", "2"]
 MODES = ("jagg", "skip", "sequential")
@@ -33,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    """A function that runs `python -m jagg_patch bench` with the smallest model and returns its folder."""
+    """A function that runs `python upstream/bench.py` with the smallest model and returns its folder."""
 
     def run_it(*flags):
         out = tmp_path_factory.mktemp("bench")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["jagg_patch", "bench", "--out", str(out), *SIZE, *flags])
-            main()
+            patch.setattr(sys, "argv", ["bench.py", "--out", str(out), *SIZE, *flags])
+            command_line(bench.__doc__, bench.add_arguments, bench.run)
         return out
 
     return run_it
@@ -94,8 +97,8 @@ def test_every_row_is_there(results):
     found = keys(results["rows"])
     assert len(found) == len(set(found)) and set(found) == SMALL
     assert results["dropped"] == [] and results["rounds"] == 2
-    assert results["made_by"]["command"].endswith(
-        "bench --out OUT --device cpu --rounds 2 --layers 1 --heads 1 --side 2 --text 2"
+    assert results["made_by"]["command"] == (
+        "python upstream/bench.py --out OUT --device cpu --rounds 2 --layers 1 --heads 1 --side 2 --text 2"
     )
     exact_rows = [row for row in results["rows"] if row["mode"] == "exact"]
     assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 7
@@ -182,15 +185,13 @@ def test_qwen_and_what_does_not_fit_is_dropped(command, capsys):
 
 
 def test_out_of_memory_is_a_row(command, monkeypatch):
-    from jagg_patch import session
-
-    def joint_output(value, endpoints, fold):
-        if len(endpoints) == 2:
+    def proxy(output, targets, receive):
+        if len(targets) == 2:
             raise torch.cuda.OutOfMemoryError("two graphs")
-        return original(value, endpoints, fold)
+        return original(output, targets, receive)
 
-    original = session.joint_output
-    monkeypatch.setattr(session, "joint_output", joint_output)
+    original = knots.proxy
+    monkeypatch.setattr(knots, "proxy", proxy)
     results = read(command("--model", "flux", "--rounds", "2"))
     assert set(keys(results["rows"])) == FULL_SIZE
     for row in results["rows"]:
@@ -206,16 +207,16 @@ def test_a_row_that_does_not_skip_is_no_row(command, monkeypatch):
 
 
 def test_all_is_the_whole_product():
-    found = [(case.checkpointing, case.steps[0], size, case.frac) for case in bench.cases(bench.ALL) for size in case.group_sizes]
+    found = [(case.checkpointing, case.steps[0], size, case.frac) for case in cases(ALL) for size in case.group_sizes]
     assert sorted(found) == sorted(product(RECOMPUTE, [20, 24, 15], [3, 4, 6, 8], FRACS))
 
 
 @pytest.mark.parametrize("share, recomputed", [(1, 4), (0.5, 2), (0, 0)])
 def test_checkpointing_is_that_share_of_the_blocks(share, recomputed):
-    model, _ = bench.build("flux", parsed("--out", ".", *SIZE[2:], "--layers", "2"))
+    model, _ = build("flux", parsed("--out", ".", *SIZE[2:], "--layers", "2"))
     for before in (1, 0.5, 0):
-        bench.set_checkpointing(model, before)
-        bench.set_checkpointing(model, share)
+        set_checkpointing(model, before)
+        set_checkpointing(model, share)
         blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
         assert [type(block).__name__ == "CheckpointWrapper" for block in blocks] == [True] * recomputed + [False] * (
             4 - recomputed
@@ -246,6 +247,6 @@ def test_the_picture(out):
 
 
 def test_the_module_needs_torch_alone_until_it_runs():
-    script = "import sys, jagg_patch.commands.bench; print(*{'diffusers', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    script = "import sys, bench; print(*{'diffusers', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "upstream", check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

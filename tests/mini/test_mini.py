@@ -1,7 +1,6 @@
 """The mini trainer end to end: real FSDP processes, its own training step, one launch per number of ranks (see cells.py)."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -162,15 +161,6 @@ def test_ranks_with_different_settings_stop_instead_of_deadlocking(ranks):
         assert "rank 1 has {'frac': 0.5}, rank 0 has {'frac': 0.6}" in records["ranks differ in frac"]
         assert "rank 1 has {'enabled': False}, rank 0 has {'enabled': True}" in records["one rank is off"]
         assert torch.equal(records["the run after"]["weights"], records["W=4"]["weights"])
-
-
-@pytest.fixture
-def patched(tmp_path):
-    """A copy of the mini trainer with apply.sh's hook."""
-    copy = tmp_path / "mini"
-    shutil.copytree(ROOT / "upstream/mini", copy)
-    subprocess.run([ROOT / "apply.sh", "--only", "train_grpo_flux", copy], check=True, capture_output=True)
-    return copy
 
 
 def test_a_run_with_frac_auto_logs_what_its_report_reads(patched, tmp_path):

@@ -5,7 +5,7 @@ than the last; its gradient is the unpatched run's in every run, so that all tra
 moved further from the rollout's each time. Their gradients are compared with the exact one, group by group: JAGG's with all
 forwards, with skipped ones, and with the rollout's outputs left as they were. Nothing is clipped; what would be is counted.
 
-usage: PYTHONPATH=.:tests python tests/mini/test_skip_quality.py OUT.json
+usage: PYTHONPATH=.:tests:upstream python tests/mini/test_skip_quality.py OUT.json
 """
 
 import argparse
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from launch import ROOT
 from observe import local_gradient, local_weights
+from results import made_by
 
 from jagg_patch import JaggConfig, install, plan_groups
-from jagg_patch.commands import made_by
 
 MINI = ROOT / "upstream/mini"
 LEARNING_RATES = (2.5e-4, 2e-3, 4e-3)  # of the optimizer steps
@@ -206,7 +206,7 @@ if __name__ == "__main__":
     out = Path(sys.argv[1])
     with mini_trainer() as (trainer, transformer):
         measured = [row for eta in ETAS for row in measure(trainer, transformer, eta)]
-    command = "PYTHONPATH=.:tests python tests/mini/test_skip_quality.py OUT.json"
+    command = "PYTHONPATH=.:tests:upstream python tests/mini/test_skip_quality.py OUT.json"
     settings = {name: value for name, value in SETTINGS.items() if not isinstance(value, str)}
     settings |= {"learning_rates": LEARNING_RATES, "groups": [len(group) for group in GROUPS]}
     results = {"made_by": made_by(command), "settings": settings, "rows": measured}

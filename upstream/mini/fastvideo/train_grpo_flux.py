@@ -25,6 +25,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
+from turns import in_turn
 
 BLOCKS = (FluxTransformerBlock, FluxSingleTransformerBlock)
 SHARDING = {
@@ -289,7 +290,7 @@ def main(args):
     loader = prompts(args, rank, world_size)
 
     progress = tqdm(range(1, args.max_train_steps + 1), desc="Training steps", disable=rank > 0)
-    for step in progress:
+    for step in in_turn(progress, rank, dist.barrier):
         passes_before = backward_passes[0]
         metrics = train_one_step(args, device, transformer, optimizer, loader)
         metrics["backward_passes"] = backward_passes[0] - passes_before

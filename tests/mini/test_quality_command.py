@@ -1,4 +1,4 @@
-"""`python -m jagg_patch probe` against gradients computed another way: the trainer's forward a sample, and `group_backward`."""
+"""`python upstream/quality.py` against gradients computed another way: the trainer's forward a sample, and `group_backward`."""
 
 import argparse
 import importlib
@@ -8,11 +8,13 @@ import sys
 from itertools import groupby
 
 import pytest
+import quality
 import torch
 from launch import ROOT
+from quality_measure import VISITED, select, visited_steps
+from quality_probe import AGGREGATIONS
 
 from jagg_patch import JaggConfig, JaggError, group_backward, plan_groups
-from jagg_patch.commands import probe
 
 ETA, SHIFT, W, SEED, PROMPTS, SAMPLES = 0.7, 3.0, 4, 3, 2, 4
 FLAGS = f"--etas {ETA} --shifts {SHIFT} --group-sizes 2 {W} --prompts {PROMPTS} --samples {SAMPLES} --seed {SEED}".split()
@@ -21,7 +23,7 @@ MINI = ROOT / "upstream/mini"
 
 def parsed(*flags):
     parser = argparse.ArgumentParser()
-    probe.add_arguments(parser)
+    quality.add_arguments(parser)
     return parser.parse_args(flags)
 
 
@@ -31,7 +33,7 @@ def run(tmp_path_factory, one_thread):
 
     def run_it(*flags):
         out = tmp_path_factory.mktemp("probe")
-        probe.run(parsed("--out", str(out), *flags))
+        quality.run(parsed("--out", str(out), *flags))
         return out
 
     return run_it
@@ -48,7 +50,7 @@ def results(out):
 
 
 def rows(results, kind, **wanted):
-    found = probe.select(results[kind], **wanted)
+    found = select(results[kind], **wanted)
     assert found
     return found
 
@@ -107,7 +109,7 @@ class Oracle:
         rewards = digits.class_probabilities(digits.unpack_pixels(image))[:, prompt]
         self.advantages = (rewards - rewards.mean()) / rewards.std()
         for drawn in ("random", "window")[: ("all", "random", "window").index(visited)]:
-            self.steps = probe.visited_steps(drawn, 15, SAMPLES)
+            self.steps = visited_steps(drawn, 15, SAMPLES)
         if visited == "all":
             self.steps = torch.arange(15)[:, None].expand(15, SAMPLES)
         self.timesteps = (self.sigmas * 1000).int()[self.steps]
@@ -153,13 +155,13 @@ class Oracle:
         return gradient(self.transformer, lambda: group_backward(velocity, loss, timesteps, config))
 
 
-@pytest.mark.parametrize("visited", probe.VISITED)
+@pytest.mark.parametrize("visited", VISITED)
 def test_the_numbers_are_those_of_group_backward(results, visited):
     """All samples and digits of the JSON's means: of the groups' agreement, and of the whole update at frac 0.6."""
     groups = plan_groups(15 if visited == "all" else 9, JaggConfig(group_size=W, frac=1))
     routed = plan_groups(groups[-1].stop, JaggConfig(group_size=W))
     oracles = [Oracle(prompt, visited) for prompt in range(PROMPTS)]
-    for aggregation in probe.AGGREGATIONS:
+    for aggregation in AGGREGATIONS:
         for group in groups:
             pairs = [(oracle.jagg(group, aggregation), oracle.exact(group)) for oracle in oracles]
             key = dict(visited=visited, group_size=W, aggregation=aggregation, positions=list(group))
@@ -197,16 +199,16 @@ def test_one_seed_gives_one_set_of_numbers_and_the_table_has_them(run, out, resu
 
 def test_it_says_what_is_missing(tmp_path, monkeypatch):
     with pytest.raises(JaggError, match=r"no mini trainer in .*\n.*own checkout.*JAGG_PROBE_EVERY"):
-        probe.run(parsed("--out", str(tmp_path / "out"), "--mini", str(tmp_path)))
+        quality.run(parsed("--out", str(tmp_path / "out"), "--mini", str(tmp_path)))
     with pytest.raises(JaggError, match="at least"):
-        probe.run(parsed("--out", str(tmp_path / "out"), "--prompts", "0"))
+        quality.run(parsed("--out", str(tmp_path / "out"), "--prompts", "0"))
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(JaggError, match="needs diffusers\ninstall .* demo"):
-        probe.run(parsed("--out", str(tmp_path / "out")))
+        quality.run(parsed("--out", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_module_needs_torch_alone_until_it_runs():
-    script = "import sys, jagg_patch.commands.probe; print(*{'diffusers', 'matplotlib', 'sklearn'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    script = "import sys, quality; print(*{'diffusers', 'matplotlib', 'sklearn'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "upstream", check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

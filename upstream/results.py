@@ -1,14 +1,15 @@
-"""What `python -m jagg_patch` offers, a module a command: each has `add_arguments(parser)` and `run(args)`."""
+"""What the commands that write results share."""
 
+import argparse
 import os
 import platform
+import sys
 from datetime import date
 from tempfile import TemporaryFile
 
 import torch
 
-from .. import __version__
-from ..errors import JaggError
+from jagg_patch import JaggError, __version__
 
 
 def make_folder(path):
@@ -25,3 +26,13 @@ def made_by(command, **more):
     machine = f"{platform.machine()}, {os.cpu_count()} processors"
     versions = {"jagg": __version__, "torch": torch.__version__}
     return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more
+
+
+def command_line(description, add_arguments, run):
+    """Run a command with what it was called with; a `JaggError` ends it without a traceback."""
+    parser = argparse.ArgumentParser(description=description)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args())
+    except JaggError as error:
+        sys.exit(str(error))

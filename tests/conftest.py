@@ -1,7 +1,13 @@
 """Settings for all tests."""
 
+import signal
+
 import hypothesis
 import pytest
+
+# Whoever starts the tests may have them ignore these (nohup, a shell's &), and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The processor is shared: a slow example says nothing.
 hypothesis.settings.register_profile("jagg", deadline=None)

@@ -155,6 +155,7 @@ def make_session(config, stats=None, say=lambda line: None, write=lambda record:
     probe = Probe(config, stats, say)
     routing = Routing(config, say, probe)
     recorder = Recorder(stats, probe, write, waits=bool(config.log or config.probe_every))
+    # In this order: what counts, who reads the counts, what measures, who writes that down, who changes the next plan by it.
     watchers = [stats, FirstUpdate(stats, say), probe, recorder, routing]
     return Session(config, routing, Schedule(config.schedule, say), Skipping(config, say), watchers)
 

@@ -2,7 +2,7 @@
 
 
 class Engine:
-    """`model` is what the training forward calls."""
+    """`model` is what the training forward calls. A subclass has `find(model)` as well: the engine in it, or None."""
 
     # Whether the backward of a micro-step that reduces gradients needs a forward in that micro-step.
     prepares_sync_in_forward = False
@@ -15,11 +15,6 @@ class Engine:
 
     def __init__(self, model):
         self.model = model
-
-    @classmethod
-    def find(cls, model):
-        """The engine in `model`, or None."""
-        return cls(model)
 
     def syncs_gradients(self):
         """Whether the backward of a forward that begins now reduces gradients; True where the forward doesn't matter."""

@@ -17,7 +17,7 @@ from .guards import require_one_solver_call
 
 
 class Forwards:
-    """By the model's forwards, without a graph."""
+    """By the model's forwards."""
 
     has_last = False  # whether the forward of the knot after has been run
 
@@ -44,15 +44,15 @@ class Forwards:
 
 
 class _Recorded(Forwards):
-    """`places` are those of the interval's steps in the rollout's records, `[W][B]`, each None where it isn't there."""
+    """`entries` are those of the interval's steps in the rollout's records, `[W][B]`, None for a step that isn't there."""
 
-    def __init__(self, interval, skipping, places):
-        self._interval, self._skipping, self._places = interval, skipping, places
+    def __init__(self, interval, skipping, entries):
+        self._interval, self._skipping, self._entries = interval, skipping, entries
 
     def _recorded(self, place):
         """What the rollout's model gave at `place`, `[n * B, ...]`; None where there is nothing."""
-        places = self._places[self._interval.index(place)]
-        return places and self._skipping.records.outputs(places)
+        entries = self._entries[self._interval.index(place)]
+        return entries and self._skipping.records.outputs(entries)
 
 
 class Compared(_Recorded):
@@ -75,8 +75,8 @@ class LookAhead(_Recorded):
     n_forwards = LOOK_AHEAD
     keeps_graph = False
 
-    def __init__(self, interval, skipping, places):
-        super().__init__(interval, skipping, places)
+    def __init__(self, interval, skipping, entries):
+        super().__init__(interval, skipping, entries)
         self.stand_in = StandIn(interval.engine.model)
         self._changes = None  # of the knots' outputs since the rollout; until they are known, forwards are run
         self._last = None  # the output of the knot after, with its graph
@@ -89,8 +89,8 @@ class LookAhead(_Recorded):
         return self.has_last if place.is_knot else self._changes is not None
 
     def is_at(self, visit):
-        places = self._places[self._interval.index(visit.place)]
-        return self._changes is None or visit.place.opens or self._skipping.records.are_at(places, visit.step.latents)
+        entries = self._entries[self._interval.index(visit.place)]
+        return self._changes is None or visit.place.opens or self._skipping.records.are_at(entries, visit.step.latents)
 
     def run(self, session, visit):
         if visit.place.opens:
@@ -123,14 +123,14 @@ class LookAhead(_Recorded):
     def begin(self, session, visit):
         """Look at the knot after, so that what lies between can be estimated, if all ranks can."""
         interval, skipping = self._interval, self._skipping
-        first, last = [places and skipping.records.outputs(places) for places in (self._places[0], self._places[-1])]
+        first, last = [entries and skipping.records.outputs(entries) for entries in (self._entries[0], self._entries[-1])]
         output = interval.before.output
         skipping.compare(None if last is None else first, output)
         if not self.stand_in.is_ready:
             skipping.doubts("the training forward doesn't call the model that it is given")
         if not skipping.is_agreed(output.device):
             return
-        ahead = self._run_last(session, visit, skipping.records.latents(self._places[-1]).to(output.device))
+        ahead = self._run_last(session, visit, skipping.records.latents(self._entries[-1]).to(output.device))
         session.tell("forwards_skipped", -1)
         skipping.compare(last, ahead)
         if skipping.policy_has_moved or skipping.is_agreed(output.device):
@@ -173,14 +173,14 @@ def outputs_between(session, visit, interval):
     kind = EndpointsFirst if interval.way.holds_two_graphs and is_free else LookAhead
     if not skipping.is_on or len(positions) <= kind.n_forwards:
         return Forwards()
-    places = _places(session, visit, positions)
+    entries = _entries(session, visit, positions)
     if skipping.must_compare(positions):
-        return Compared(interval, skipping, places)
-    return kind(interval, skipping, places)
+        return Compared(interval, skipping, entries)
+    return kind(interval, skipping, entries)
 
 
-def _places(session, visit, positions):
-    """Where the rollout's records have the interval's steps: of each, the `Place` of every row of the batch, or None."""
+def _entries(session, visit, positions):
+    """Where the rollout's records have the interval's steps: of each, the `Entry` of every row of the batch, or None."""
     step, n_samples = visit.step, len(visit.indices)
     first = session.skipping.records.find(step.latents, step.next_latents, visit.sample)
     found = []
@@ -188,7 +188,7 @@ def _places(session, visit, positions):
         expected = session.order.expected(n_samples, position)
         moves = [index - start for index, start in zip(expected, visit.indices, strict=True)]
         rows = moves * (len(step.latents) // len(moves))  # one index may be that of the whole batch
-        found.append(first and [place.moved(n) for place, n in zip(first, rows, strict=True)])
+        found.append(first and [entry.moved(n) for entry, n in zip(first, rows, strict=True)])
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import JaggError
-from ..method.joint import reached_leaves
+from ..method.proxy import graph_nodes
 from .watcher import Watcher
 
 OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
@@ -28,7 +28,7 @@ class Guards(Watcher):
 
     def training_step_begins(self, session):
         if session.in_training_step:
-            self._note("a training step inside this one")
+            self.fails(session, "a training step inside this one")
             raise JaggError("a training step began inside another one\none session follows one loop: run with JAGG_ENABLED=0")
         if self._spoilt_at is not None:
             raise JaggError(
@@ -51,9 +51,6 @@ class Guards(Watcher):
         self._failed_at = None
 
     def fails(self, session, where):
-        self._note(where)
-
-    def _note(self, where):
         self._failed_at = self._failed_at or where
 
     def plan_comes(self, session):
@@ -105,7 +102,9 @@ class Guards(Watcher):
             )
         require_gradient(interval, place.position - 1)
         syncs = interval.engine.syncs_gradients()
-        if syncs != self._syncs and not (place.closes and syncs and not interval.outputs.has_last):
+        # A window may close at the last step, if the forward that prepares for it is yet to come.
+        may_begin_to_sync = place.closes and not interval.outputs.has_last
+        if syncs != self._syncs and not (syncs and may_begin_to_sync):
             raise JaggError(
                 f"{where}: whether gradients are synced between the ranks changed inside a group\n"
                 "the ranks would drift apart: sync after whole samples only, or run with JAGG_ENABLED=0"
@@ -149,7 +148,7 @@ class Guards(Watcher):
         if visit.place.opens:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            if len(session.interval.positions) > 2 and any(True for _ in reached_leaves(tensors)):
+            if len(session.interval.positions) > 2 and any(hasattr(node, "variable") for node in graph_nodes(tensors)):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"

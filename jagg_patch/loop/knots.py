@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from ..method.folding import add_weighted, endpoint_weights, zeros_to_sum
-from ..method.joint import proxy
 from ..method.plan import alphas
+from ..method.proxy import proxy
 from .guards import second_backward
 
 
@@ -22,7 +22,7 @@ class AtOnce:
 
 
 class _Waiting:
-    """In the backward of a later step's loss."""
+    """In the backward of a later step's loss. A subclass says of which."""
 
     holds_two_graphs = False
 
@@ -36,7 +36,7 @@ class _Waiting:
 
 
 class Sequential(_Waiting):
-    """In the backward of the step before the next knot, before that one's forward: one graph is alive at a time."""
+    """The knot before's in the backward of the step before the next knot, that one's in its own: one graph is alive at a time."""
 
     def ready(self, interval, position):
         if position == interval.positions[-1]:
@@ -45,7 +45,7 @@ class Sequential(_Waiting):
 
 
 class Joint(_Waiting):
-    """In the next knot's: one autograd call takes both passes, which gathers and reduces sharded weights once."""
+    """Both knots' in the backward of the one after: one autograd call, which gathers and reduces sharded weights once."""
 
     holds_two_graphs = True
 
@@ -57,7 +57,8 @@ class Knot:
     """A step with a backward pass of its own.
 
     output: the model's, `[B, ...]` with its graph, from its forward until its pass begins.
-    has_begun, is_done: whether its pass has.
+    has_begun: it takes no more gradients: its pass has begun, or its training step has ended without.
+    is_done: its pass is over.
     """
 
     def __init__(self, where):
@@ -104,6 +105,7 @@ class Interval:
         self.outputs = self.received = None
         self.before, self.after = Knot(where), Knot(where)
         self._weights = endpoint_weights(self.alphas, aggregation)
+        self._link = [] if engine.link is None else [engine.link]
         self._resume_micro_step = None
 
     def proxy(self, session, visit, output, ready):
@@ -113,17 +115,17 @@ class Interval:
             self._resume_micro_step = self.engine.hold_micro_step()
         elif visit.place.closes:
             self.after.output = output
-        link = [] if self.engine.link is None else [self.engine.link]
-        targets = [knot.output for knot in ready] or link
+        targets = [knot.output for knot in ready] or self._link
         return proxy(output, targets, partial(self._receive, session, visit.place, ready))
 
     def _receive(self, session, place, ready, grad):
         """The gradients to go on with, in the backward of the step's own loss, which has come to `grad`."""
         with session.failing(self.where):
             self._split(place, grad)
+            # The largest: a loss may have a second backward while its group is open, as unpatched.
             self.received = place.position if self.received is None else max(self.received, place.position)
             if not ready:
-                return [] if self.engine.link is None else [torch.zeros_like(self.engine.link)]
+                return [torch.zeros_like(parameter) for parameter in self._link]
             if self.before in ready:
                 self._resume_micro_step()
             gradients = [knot.begin() for knot in ready]

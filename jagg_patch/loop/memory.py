@@ -62,3 +62,7 @@ def joint_excess(model, graph):
     """
     gradients, weights = engine_of(model).waiting_bytes()
     return graph + gradients + weights
+
+
+def in_gb(n_bytes):
+    return f"{n_bytes / 1e9:.3g} GB"

@@ -8,7 +8,7 @@ from .step import Visit
 class Order:
     """The plan of an update and the order of each sample's steps.
 
-    `planner` has `groups(n_steps)`, the groups that are routed, and `is_auto`, whether these may change.
+    `planner` is a `Routing`: `groups(n_steps)` are the groups that are routed, and `is_auto` says that these may change.
     """
 
     def __init__(self, planner):
@@ -71,7 +71,7 @@ class Order:
             return Visit(step, forward, Place(self.position), indices, self._sample, indices)
         expected = self.expected(len(indices), self.position)
         if self.position and len(indices) != self._batch_size:
-            expected = None
+            expected = None  # other samples than those that have begun
         self._batch_size = len(indices)
         return Visit(step, forward, self.places[self.position], indices, self._sample, expected)
 
@@ -82,8 +82,8 @@ class Order:
         orders = self._orders[self._sample : self._sample + n_samples]
         return [order[position] for order in orders] if len(orders) == n_samples else None
 
-    def advance(self, visit):
-        """`visit` is over."""
+    def advance(self):
+        """The step at `position` is over."""
         if not self.routes:
             return
         self.position += 1

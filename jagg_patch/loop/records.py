@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Place(NamedTuple):
+class Entry(NamedTuple):
     """One step of one sample, as the rollout took it: which of its batches, which row of that, which step."""
 
     batch: int
@@ -49,7 +49,7 @@ class Records:
 
     def clear(self):
         self._batches = []
-        self._places = None  # by fingerprint; made when the first step is looked for
+        self._entries = None  # by fingerprint; made when the first step is looked for
 
     @property
     def n_bytes(self):
@@ -59,7 +59,7 @@ class Records:
     def begin_batch(self):
         n_samples = sum(len(batch.marks[0]) for batch in self._batches if batch.marks)
         self._batches.append(_Batch(n_samples))
-        self._places = None
+        self._entries = None
 
     def drop_batch(self):
         self._batches.pop()
@@ -81,45 +81,45 @@ class Records:
         return kept.copy_(tensor)
 
     def find(self, latents, next_latents, number):
-        """The `Place` of each row of `latents` `[B, ...]`, or None unless all are found.
+        """The `Entry` of each row of `latents` `[B, ...]`, or None unless all are found.
 
         Samples that begin alike are told apart by `next_latents`, those of the next step, where the caller has them, else by
         their number: the rollout's samples are counted from 0, and `number` would be the first row's if none had been moved.
         """
-        if self._places is None:
-            self._places = {}
+        if self._entries is None:
+            self._entries = {}
             for n, batch in enumerate(self._batches):
                 batch.marks = [marks if isinstance(marks, list) else marks.tolist() for marks in batch.marks]
                 for step, marks in enumerate(batch.marks):
                     for row, mark in enumerate(marks):
-                        self._places.setdefault(mark, []).append(Place(n, row, step))
+                        self._entries.setdefault(mark, []).append(Entry(n, row, step))
         nexts = [None] * len(latents) if next_latents is None else fingerprints(next_latents).tolist()
         found = []
         for row, (mark, next_mark) in enumerate(zip(fingerprints(latents).tolist(), nexts, strict=True)):
-            places = self._places.get(mark, [])
+            entries = self._entries.get(mark, [])
             if next_mark is not None:
-                places = [place for place in places if self._mark(place.moved(1)) in (next_mark, None)]
-            if not places:
+                entries = [entry for entry in entries if self._mark(entry.moved(1)) in (next_mark, None)]
+            if not entries:
                 return None
-            numbered = [place for place in places if self._batches[place.batch].first_number + place.row == number + row]
-            found.append((numbered or places)[0])
+            numbered = [entry for entry in entries if self._batches[entry.batch].first_number + entry.row == number + row]
+            found.append((numbered or entries)[0])
         return found
 
-    def _mark(self, place):
-        marks = self._batches[place.batch].marks
-        return marks[place.step][place.row] if place.step < len(marks) else None
+    def _mark(self, entry):
+        marks = self._batches[entry.batch].marks
+        return marks[entry.step][entry.row] if entry.step < len(marks) else None
 
-    def are_at(self, places, latents):
-        """Whether the rows of `latents` are those of `places`."""
-        return fingerprints(latents).tolist() == [self._mark(place) for place in places]
+    def are_at(self, entries, latents):
+        """Whether the rows of `latents` are those of `entries`."""
+        return fingerprints(latents).tolist() == [self._mark(entry) for entry in entries]
 
-    def latents(self, places):
+    def latents(self, entries):
         """`[B, ...]`, as the solver step was given them."""
-        return torch.stack([self._batches[place.batch].latents[place.step][place.row] for place in places])
+        return torch.stack([self._batches[entry.batch].latents[entry.step][entry.row] for entry in entries])
 
-    def outputs(self, places):
-        """The model outputs `[n * B, ...]`; None where the rollout stopped short of one of `places`."""
-        if any(place.step >= len(self._batches[place.batch].marks) for place in places):
+    def outputs(self, entries):
+        """The model outputs `[n * B, ...]`; None where the rollout stopped short of one of `entries`."""
+        if any(entry.step >= len(self._batches[entry.batch].marks) for entry in entries):
             return None
-        rows = [self._batches[place.batch].outputs[place.step][place.row] for place in places]
+        rows = [self._batches[entry.batch].outputs[entry.step][entry.row] for entry in entries]
         return torch.stack(rows, 1).flatten(0, 1)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ..errors import JaggError
+from ..method.proxy import graph_nodes
 from .knots import Joint, Sequential
-from .memory import free_bytes, graph_bytes, joint_excess
+from .memory import free_bytes, graph_bytes, in_gb, joint_excess
 from .watcher import Watcher
 
 MEASURED_UPDATES = 2  # the optimizer allocates its state in the first
@@ -84,19 +85,6 @@ class Schedule(Watcher):
         self._say(f"JAGG: schedule {name} from here on: {why}")
 
 
-def in_gb(n_bytes):
-    return f"{n_bytes / 1e9:.3g} GB"
-
-
 def recomputes_reentrantly(output):
     """Whether the graph of `output` runs backward passes inside the backward; FSDP1 then loses gradients when two are joined."""
-    seen, nodes = set(), [output.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        nodes += [next_node for next_node, _ in node.next_functions]
-    return False
+    return any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes([output]))

@@ -2,7 +2,7 @@
 
 It knows nothing of upstream's names; `trainers/` calls it from the wrapped functions, in this order:
 
-    training_step( plan, order × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
+    training_step( plan, order.sort × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
 
 A trainer whose loop can't be told from the rest of its `main` has all of it inside one `training_step`, plans once, and says with
 `rollout_begins` where one training step ends and the next begins; one that visits the steps in trajectory order by itself draws
@@ -167,7 +167,7 @@ class Session:
                 self.interval.outputs.begin(self, visit)
             elif visit.place.closes:
                 self.interval.outputs.end(self)
-        self.order.advance(visit)
+        self.order.advance()
         return result
 
     def _open(self, visit):

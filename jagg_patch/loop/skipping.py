@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..method.plan import least_forwards
 from ..method.quality import SAME
+from .memory import in_gb
 from .records import Records
 from .watcher import Watcher
 
@@ -60,7 +61,7 @@ class Skipping(Watcher):
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
-            self._say(f"JAGG: the rollout's recorded outputs take {self.records.n_bytes / 1e9:.3g} GB on a rank, {where}")
+            self._say(f"JAGG: the rollout's recorded outputs take {in_gb(self.records.n_bytes)} on a rank, {where}")
 
     def optimizer_steps(self, session, optimizer):
         self.policy_has_moved |= session.in_update  # before it, another model's optimizer steps

@@ -25,17 +25,17 @@ class Watcher:
         """Before a training forward; a knot before whose group is open, if there is one, is in `session.interval`."""
 
     def interval_begins(self, session, visit):
-        """A knot for which later steps will wait is about to be run; `session.interval` is new."""
+        """A knot whose backward pass will wait for later steps is about to be run; `session.interval` is new."""
 
     def around_forward(self, session, visit):
         """A context for the forward of a step whose graph is kept for later."""
         return nullcontext()
 
     def model_output(self, session, visit, output):
-        """The solver step of a visit's forward is about to be given `output`, or its proxy."""
+        """The solver step of a grouped step is about to be given a proxy of `output`."""
 
     def proxy_given(self, session, visit, value):
-        """The solver step gets `value`: the output itself, or its proxy."""
+        """The solver step gets `value`: the model output's proxy, in an exact step the output itself."""
 
     def step_ends(self, session, visit, result):
         """After a training forward, which returned `result`."""

@@ -34,7 +34,7 @@ def forward_passes(n_steps, groups=(), a_group=None):
 
 
 def update_cost(n_steps, groups=(), cost=StepCost(), forwards_a_group=None):
-    """Forward units of one trajectory's update; without groups, the unpatched trainer's. `forwards_a_group` as above."""
+    """Forward units of one trajectory's update; without groups, the unpatched trainer's. `forwards_a_group`: `a_group` above."""
     forwards = forward_passes(n_steps, groups, forwards_a_group) + n_steps * cost.reference
     return forwards + backward_passes(n_steps, groups) * cost.full_backward
 

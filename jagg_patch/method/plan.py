@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     @property
     def opens(self):
-        """Whether steps after it wait for its backward pass."""
+        """Whether its backward pass waits for steps after it."""
         return self.is_knot and self.after is not None
 
     @property

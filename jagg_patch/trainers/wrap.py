@@ -1,4 +1,4 @@
-"""Wrappers that the adapters share. Each calls the original, once."""
+"""Wrappers that the adapters share. Each calls the original, with what JAGG has put in some of its arguments' places."""
 
 import functools
 import inspect

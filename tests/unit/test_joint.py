@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, alphas, group_backward
 from jagg_patch.method.folding import endpoint_weights, weighted_sum
-from jagg_patch.method.joint import proxy
+from jagg_patch.method.proxy import proxy
 
 B, C = 3, 5
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jagg_patch.loop.records import Place, Records, fingerprints
+from jagg_patch.loop.records import Entry, Records, fingerprints
 
 T, B, SHAPE = 4, 3, (5, 2)
 
@@ -24,7 +24,7 @@ def rolled_out(on_host=False, n_batches=2, dtype=torch.float32, copies=1, noise=
 
 
 def place(sample, step):
-    return Place(sample // B, sample % B, step)
+    return Entry(sample // B, sample % B, step)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_steps_that_are_recorded_after_a_search_are_found():
     records.begin_batch()
     more = torch.randn(2, *SHAPE)
     records.add(more, 2 * more)
-    assert records.find(torch.cat([more[1:], latents[:1, 2]]), None, 0) == [Place(1, 1, 0), place(0, 2)]
-    assert torch.equal(records.outputs([Place(1, 1, 0)]), 2 * more[1:])
+    assert records.find(torch.cat([more[1:], latents[:1, 2]]), None, 0) == [Entry(1, 1, 0), place(0, 2)]
+    assert torch.equal(records.outputs([Entry(1, 1, 0)]), 2 * more[1:])
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])

@@ -1,6 +1,6 @@
-"""The autograd node that hands a step's upstream gradient to the way knots' backward passes run.
+"""What stands for a model output in the solver step.
 
-A solver step gets its output in the model output's place, so the trainer's own `loss.backward()` arrives here.
+The backward of the trainer's own loss arrives here, and goes on from here.
 """
 
 import torch
@@ -31,14 +31,13 @@ def proxy(output, targets, receive):
     return _Proxy.apply(receive, value if targets else value.requires_grad_(), *targets)
 
 
-def reached_leaves(tensors):
-    """The leaf tensors that backward passes from `tensors` would reach otherwise than through a proxy, once each."""
+def graph_nodes(tensors):
+    """The nodes that backward passes from `tensors` would run, up to proxies and without those, once each."""
     seen, nodes = set(), [tensor.grad_fn for tensor in tensors]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen or isinstance(node, _Proxy._backward_cls):
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         nodes += [following for following, _ in node.next_functions]

@@ -1,6 +1,8 @@
 """A tiny Stable Diffusion 3 pipeline; the trainer takes 9 of 10 steps, with guidance."""
 
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import flow_standins as standins
 import torch
@@ -24,12 +26,16 @@ CELLS = {  # beside those of flow_cells.py
     "fp16 W=2": (FP16, dict(group_size=2, frac=1, schedule="joint")),
     "fp16 W=4": (FP16, dict(frac=1, schedule="joint")),
 }
-SAME_LATENT = {  # all samples are of one prompt, and those of a batch begin alike
+SAME_LATENT = {  # all samples of a batch are of one prompt, and begin alike
     "sample.same_latent": True,
-    "sample.num_image_per_prompt": 4 * int(os.environ.get("WORLD_SIZE", 1)),
-    "sample.unique_sample_per_epoch": 1,
-    "sample.unique_prompt_per_epoch": 1,
+    "sample.num_image_per_prompt": 2 * int(os.environ.get("WORLD_SIZE", 1)),
 }
+if "unique_prompt_per_epoch" in Path(find_spec("train_sd3").origin).read_text():  # the pin repeats a prompt in all of an epoch
+    SAME_LATENT |= {
+        "sample.num_image_per_prompt": 4 * int(os.environ.get("WORLD_SIZE", 1)),
+        "sample.unique_sample_per_epoch": 1,
+        "sample.unique_prompt_per_epoch": 1,
+    }
 SKIPS = {  # beside those of flow_cells.py
     "same latent": (SAME_LATENT, dict(frac=1, schedule="joint")),
     "inner W=4": ({"train.num_inner_epochs": 2}, dict(frac=1, schedule="joint")),

@@ -8,8 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(n_ranks, *command, cwd, env=(), timeout=300):
-    """Run `command` on `n_ranks` local processes with a free port; returns what they printed. AssertionError if they fail."""
+def torchrun(n_ranks, *command, cwd, env=(), timeout=900):
+    """Run `command` on `n_ranks` local processes with a free port; returns what they printed. AssertionError if they fail.
+
+    The time limit is for those that hang: the processor is shared.
+    """
     settings = {key: value for key, value in os.environ.items() if not key.startswith("JAGG_")}
     settings |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n_ranks, *command]

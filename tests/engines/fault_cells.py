@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from live import Mode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
@@ -87,7 +87,7 @@ def fails(engine, schedule, out):
     train(loop, model)
 
 
-class Events(TorchDispatchMode):
+class Events(Mode):
     """Every collective and every forward of a model, with its grad mode, in order."""
 
     def __init__(self, model):

@@ -2,12 +2,20 @@
 
 import weakref
 from collections import Counter
+from collections.abc import ValuesView
 from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+
+class Mode(TorchDispatchMode):
+    """Every operation passes through it, so that a wrapper around it, against torch.compile, costs as much as it does itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
 
 
 class Saved:
@@ -40,7 +48,16 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor)
 
 
-class Allocated(TorchDispatchMode):
+def tensors(values):
+    """Those in an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list, ValuesView)):
+            yield from tensors(value)
+
+
+class Allocated(Mode):
     """Bytes of the tensors that were made since it was entered, counted after every operation.
 
     torch.profiler records the CPU allocator's events, but not those of other threads, and gloo's free most of what FSDP gathers.
@@ -69,13 +86,16 @@ class Allocated(TorchDispatchMode):
         self.alive -= self._sizes.pop(key)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # asked again for the local tensors
-        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        result = func(*args, **(kwargs or {}))
-        for storage in [leaf.untyped_storage() for leaf in tree_leaves(result) if torch.is_tensor(leaf)]:
-            if storage._cdata not in old and storage._cdata not in self._sizes:
-                self._grow(storage, storage.nbytes())
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in tensors((result,)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._sizes:
+                old = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs.values()))}
+                if storage._cdata not in old:
+                    self._grow(storage, storage.nbytes())
         return result
 
     @contextmanager

@@ -1,5 +1,6 @@
-"""Which engines, cells and runs there are, as data, and the launch of one engine; for the launched processes and the tests."""
+"""Which engines, cells and runs there are, as data, and their launch; for the launched processes and the tests."""
 
+import subprocess
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,11 +130,26 @@ ENGINES = {
 }
 
 
-def launch(engine, out):
-    """Run all cells of `engine`; returns `{cell: {run: record}}` of each rank."""
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}
-    torchrun(N_RANKS, HERE / "matrix_cells.py", engine, out, cwd=out, env=path, timeout=600)
-    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
+def launch(names, out):
+    """Run all cells of these engines; returns of each engine `{cell: {run: record}}` of each rank, or the error.
+
+    One engine's failure ends the launch; those without records are then launched one by one.
+    """
+    path, error = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}, None
+    try:
+        torchrun(N_RANKS, HERE / "matrix_cells.py", out, *names, cwd=out, env=path, timeout=900 * len(names))
+    except (AssertionError, subprocess.TimeoutExpired) as failure:
+        error = failure
+    files = {name: [out / name / f"rank{rank}.pt" for rank in range(N_RANKS)] for name in names}
+    missing = [name for name in names if not all(file.exists() for file in files[name])]
+    if error and (len(names) == 1 or not missing):
+        return dict.fromkeys(names, error)
+    found = {name: [torch.load(file, weights_only=True) for file in files[name]] for name in names if name not in missing}
+    for name in missing:
+        alone = out / f"{name} alone"
+        alone.mkdir()
+        found |= launch([name], alone)
+    return found
 
 
 def by_group(record, cell):

@@ -1,9 +1,12 @@
-"""Runs under torchrun: the loop's training step on one engine, in one cell of settings after another, from the same weights.
+"""Runs under torchrun: the loop's training step on one engine after another, in each cell of settings, from the same weights.
 
-usage: torchrun ... matrix_cells.py ENGINE OUT; writes OUT/rank{N}.pt, `{cell: {run: record}}`. The cells are in matrix.py.
+usage: torchrun ... matrix_cells.py OUT ENGINE...; writes OUT/ENGINE/rank{N}.pt, `{cell: {run: record}}`. The cells are in
+matrix.py.
 """
 
 import argparse
+import functools
+import gc
 import logging
 import sys
 import traceback
@@ -17,10 +20,10 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from engines import LEARNING_RATE
+from live import Mode
 from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PATCHED
 from observe import Loop, model_output, recorded_steps
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jagg_patch import JaggConfig, install
 
@@ -43,7 +46,7 @@ TINY_FLUX = dict(
 )
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Mode):
     """Counts c10d's calls by kind. torch's CommDebugMode counts the same, but fails when checkpointing recomputes a block."""
 
     kinds = ("allgather", "reducescatter", "allreduce", "reduce", "broadcast")
@@ -53,10 +56,18 @@ class Collectives(TorchDispatchMode):
         self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = self.kind_of(func)
+        if kind:
+            self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @functools.cache
+    def kind_of(cls, func):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__.replace("_", "")
-            self.counts[next(kind for kind in self.kinds if name.startswith(kind))] += 1
-        return func(*args, **(kwargs or {}))
+            return next(kind for kind in cls.kinds if name.startswith(kind))
+        return None
 
 
 def build(engine, cell, n_micro_steps):
@@ -161,13 +172,24 @@ def run_cell(name, cell):
     return records
 
 
-def main(name, out):
+def run_engine(name):
+    records = {}
+    for label, cell in ENGINES[name].cells.items():
+        gc.collect()
+        gc.freeze()  # what was imported; DeepSpeed collects garbage whenever it wraps a model
+        records[label] = run_cell(name, cell)
+    return records
+
+
+def main(out, *names):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    records = {label: run_cell(name, cell) for label, cell in ENGINES[name].cells.items()}
-    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
+    for name in names:
+        records = run_engine(name)
+        Path(out, name).mkdir(exist_ok=True)
+        torch.save(records, Path(out, name, f"rank{dist.get_rank()}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -31,7 +31,10 @@ def main(out, *engines):
     for engine in engines or ENGINES:
         folder = Path(out).resolve() / engine.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
-        for name, runs in launch(engine, folder)[0].items():
+        records = launch([engine], folder)[engine]
+        if isinstance(records, Exception):
+            raise records
+        for name, runs in records[0].items():
             failed = [f"{run}: {record['failed'].strip().splitlines()[-1]}" for run, record in runs.items() if "failed" in record]
             if failed:
                 print(f"| {engine} | {name} | {failed[0]} |")

@@ -1,4 +1,4 @@
-"""Engines x schedules x checkpointing x weights on two CPU ranks, one launch an engine (matrix_cells.py).
+"""Engines x schedules x checkpointing x weights on two CPU ranks, one launch (matrix_cells.py).
 
 The update is that of two exact backwards a group, and the collectives are those of as many backwards as the schedule says.
 """
@@ -12,21 +12,17 @@ PLACES = [(engine, cell) for engine, row in ENGINES.items() for cell in row.cell
 every_cell = pytest.mark.parametrize(("engine", "cell"), PLACES, ids=[", ".join(place) for place in PLACES], scope="module")
 
 
-@pytest.fixture(scope="session")
-def launched():
-    """`{engine: its records, or the error}`: what was launched in this session."""
-    return {}
+@pytest.fixture(scope="module")
+def launched(request, tmp_path_factory):
+    """`{engine: its records, or the error}`, of those engines that tests were selected of."""
+    selected = {item.callspec.params["engine"] for item in request.session.items if item.path == request.path}
+    return launch([engine for engine in ENGINES if engine in selected], tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture
-def ranks(engine, launched, tmp_path_factory):
+def ranks(engine, launched):
     """The records of all cells of an engine, one dict per rank."""
-    if engine not in launched:
-        try:
-            launched[engine] = launch(engine, tmp_path_factory.mktemp("engine"))
-        except AssertionError as error:
-            launched[engine] = error
-    if isinstance(launched[engine], AssertionError):
+    if isinstance(launched[engine], Exception):
         raise launched[engine]
     return launched[engine]
 

@@ -27,7 +27,7 @@ def launched(tmp_path_factory):
     """The records of all engines, one dict per rank."""
     out = tmp_path_factory.mktemp("skip")
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}
-    torchrun(N_RANKS, HERE / "skip_cells.py", out, cwd=out, env=path, timeout=600)
+    torchrun(N_RANKS, HERE / "skip_cells.py", out, cwd=out, env=path, timeout=1800)
     return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
 
 

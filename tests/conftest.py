@@ -14,6 +14,15 @@ hypothesis.settings.register_profile("jagg", deadline=None)
 hypothesis.settings.load_profile("jagg")
 
 
+# For tests/run.sh's two processes: the files that take longest, first, so that neither process is left alone with one.
+LONGEST = "test_matrix test_mini test_memory test_skipping test_probe test_faults test_demo test_apply test_skip".split()
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch):
     """The user's own JAGG_* must not reach the tests."""

@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from collections.abc import ValuesView
 from contextlib import contextmanager
 
 import torch
@@ -53,7 +52,7 @@ def tensors(values):
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (tuple, list, ValuesView)):
+        elif isinstance(value, (tuple, list)):
             yield from tensors(value)
 
 
@@ -93,7 +92,7 @@ class Allocated(Mode):
         for tensor in tensors((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._sizes:
-                old = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs.values()))}
+                old = {tensor.untyped_storage()._cdata for tensor in tensors((args, tuple(kwargs.values())))}
                 if storage._cdata not in old:
                     self._grow(storage, storage.nbytes())
         return result

@@ -202,7 +202,7 @@ class Session:
         visit = self._visit
         if self._captured is not None:
             self._captured.append(model_output.clone())  # the trainer may change its own in place
-            yield model_output.detach()
+            yield model_output
         elif visit is None:
             yield model_output
         elif visit.place.is_exact:

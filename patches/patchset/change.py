@@ -4,7 +4,9 @@ import fcntl
 import os
 import shutil
 import signal
+import tempfile
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from . import git
 from .errors import Refused
@@ -30,9 +32,12 @@ def alone(directory):
 
 def replace(path, text):
     """As a new file, with the mode and owner of the old one."""
-    old, new = path.stat(), path.with_name(f"{path.name}.new")
+    old = path.stat()
+    descriptor, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # a name that no file of the user's has
+    new = Path(new)
     try:
-        new.write_bytes(text)
+        with open(descriptor, "wb") as file:
+            file.write(text)
         _give(new, old)
         new.replace(path)
     finally:

@@ -492,6 +492,18 @@ def test_module_of_another_version_is_told_and_refreshed(checkout, change, says)
     assert snapshot(checkout) == fresh
 
 
+@pytest.mark.parametrize("arguments", [[], ["--commit"]], ids=["plain", "commit"])
+def test_a_file_of_the_user_s_beside_a_trainer_stays(checkout, arguments):
+    mine = checkout / f"{FILES[0]}.new"
+    mine.write_text("mine\n")
+    before = snapshot(checkout)
+    run_apply(checkout)
+    run_apply(*arguments, checkout)  # with --commit, the hooks are taken out and committed
+    run_apply("--reverse", *arguments, checkout)
+    assert mine.read_text() == "mine\n"
+    assert arguments or snapshot(checkout) == before
+
+
 @pytest.mark.parametrize("applied", [False, True])
 def test_leavings_of_a_killed_run_are_no_part_of_the_module(checkout, applied):
     before = snapshot(checkout)
@@ -503,6 +515,11 @@ def test_leavings_of_a_killed_run_are_no_part_of_the_module(checkout, applied):
         (checkout / f"{MODULE}{suffix}/half.py").touch()
     run_apply(checkout)
     assert_applied(checkout, before)
+
+
+@pytest.mark.parametrize("odd", ["true", "echo"])
+def test_a_python_that_is_none_is_passed_over(checkout, odd):
+    run_apply("--status", checkout, env={"PYTHON": shutil.which(odd)})
 
 
 def test_caches_do_not_make_the_module_stale(checkout):

@@ -20,7 +20,7 @@ bin=$(dirname "$python")
 
 arguments=(-n 2 --dist loadfile --no-loadscope-reorder)
 case " $* " in
-  *.py[\ :]*) arguments=() ;;
+  *.py[\ :]*) arguments=(-n 0) ;;
 esac
 if [ "${1:-}" = --quick ]; then
   shift

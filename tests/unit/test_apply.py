@@ -827,7 +827,6 @@ def test_commit_undoes_all_if_a_git_hook_refuses(checkout, applied):
     assert git(checkout, "rev-parse", "HEAD") == head
 
 
-@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock runs aren't kept apart")
 def test_a_second_run_at_the_same_time_is_refused(checkout, tmp_path):
     """The first waits in git until the second has ended."""
     os.mkfifo(tmp_path / "go")

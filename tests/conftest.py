@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import signal
 
 import hypothesis
@@ -21,6 +22,11 @@ LONGEST = "test_matrix test_mini test_memory test_skipping test_probe test_fault
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what was imported, which tests that collect garbage would go through every time
 
 
 @pytest.fixture(autouse=True)

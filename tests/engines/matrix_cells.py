@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,12 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from engines import LEARNING_RATE
-from live import Mode
 from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PATCHED
 from observe import Loop, model_output, recorded_steps
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 from jagg_patch import JaggConfig, install
+from jagg_patch.trainers import intercept
 
 sys.path.insert(0, str(Path(__file__).parent / "loop"))
 import train_grpo_flux as loop  # noqa: E402
@@ -46,33 +47,66 @@ TINY_FLUX = dict(
 )
 
 
-class Collectives(Mode):
-    """Counts c10d's calls by kind. torch's CommDebugMode counts the same, but fails when checkpointing recomputes a block."""
+class Collectives:
+    """Counts c10d's calls by kind while it is entered, from Python or from DDP's reducer.
+
+    By a kernel in front of each of c10d's operations: a dispatch mode, as torch's CommDebugMode is, slows all others too.
+    """
 
     kinds = ("allgather", "reducescatter", "allreduce", "reduce", "broadcast")
+    entered = []
+    library = torch.library.Library("c10d", "IMPL")
 
     def __init__(self):
-        super().__init__()
         self.counts = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kind = self.kind_of(func)
-        if kind:
-            self.counts[kind] += 1
-        return func(*args, **(kwargs or {}))
+    def __enter__(self):
+        self.entered.append(self)
+        return self
+
+    def __exit__(self, *_):
+        self.entered.remove(self)
 
     @classmethod
-    @functools.cache
-    def kind_of(cls, func):
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__.replace("_", "")
-            return next(kind for kind in cls.kinds if name.startswith(kind))
-        return None
+    def watch(cls, name, kind):
+        operation = getattr(torch.ops.c10d, name).default
+
+        def count(keys, *args):
+            for collectives in cls.entered:
+                collectives.counts[kind] += 1
+            return operation.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+        cls.library.impl(name, count, "AutogradCPU", with_keyset=True)
+
+    @classmethod
+    def watch_all(cls):
+        for name in (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")):
+            kind = next((kind for kind in cls.kinds if name.replace("_", "").startswith(kind)), None)
+            if kind and "." not in name:
+                cls.watch(name, kind)
+
+
+Collectives.watch_all()
+
+
+def read_once(differences):
+    """The loop's contract takes as long to read as a training step, and `install` asks for it each time."""
+    found = {}
+
+    def read(text, contract):
+        if text not in found:
+            found[text] = differences(text, contract)
+        return found[text]
+
+    return read
+
+
+intercept.differences = read_once(intercept.differences)
 
 
 def build(engine, cell, n_micro_steps):
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(**TINY_FLUX)
+    model = FluxTransformer2DModel(**TINY_FLUX | dict(ENGINES[engine].flux))
     if cell.lora:
         from peft import LoraConfig
 
@@ -148,7 +182,35 @@ def reference(passes, engine):
             engine.step(closes)
 
 
+@contextmanager
+def one_rollout():
+    """Runs from the same weights and random numbers sample the same: the first one's stand for the others', which train alone."""
+    sample, before, after = loop.sample_reference_model, [], []
+
+    @functools.wraps(sample)
+    def sample_once(*args):
+        state = torch.get_rng_state()
+        if not before:
+            before.append(state)
+            after.extend((sample(*args), torch.get_rng_state()))
+        assert torch.equal(state, before[0])
+        torch.set_rng_state(after[1])
+        return tuple(tensor.clone() for tensor in after[0])
+
+    loop.sample_reference_model = sample_once
+    try:
+        yield
+    finally:
+        loop.sample_reference_model = sample
+
+
 def run_cell(name, cell):
+    """Each run has rollouts of its own where it trains several windows."""
+    with one_rollout() if cell.windows == 1 else nullcontext():
+        return runs_of_cell(name, cell)
+
+
+def runs_of_cell(name, cell):
     n_micro_steps = N_SAMPLES * N_VISITED
     windows = [partial(train, cell)] * cell.windows
     records = {}

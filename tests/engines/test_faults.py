@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import ROOT, forked, torchrun
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from unit.conftest import load_loop, without_contract  # noqa: F401
 
@@ -323,8 +323,8 @@ def test_uninstall_leaves_nothing(load_loop, name, fails):  # noqa: F811
 # -- more than one process, and many training steps
 
 
-def launch(n_ranks, out, *arguments):
-    torchrun(n_ranks, HERE / "fault_cells.py", *arguments, out, cwd=out, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+def launch(n_ranks, out, *arguments, start=forked):
+    start(n_ranks, HERE / "fault_cells.py", *arguments, out, cwd=out, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
     return [torch.load(out / f"rank{rank}.pt") for rank in range(n_ranks)]
 
 
@@ -332,7 +332,7 @@ def launch(n_ranks, out, *arguments):
 def test_a_rank_that_fails_ends_the_job_with_its_error(tmp_path, engine, schedule):
     """Well within launch.py's time limit; and the other rank doesn't train on what it has."""
     with pytest.raises(AssertionError, match="rank1.*MemoryError: rank 1 is out of memory"):
-        launch(2, tmp_path, "fails", engine, schedule)
+        launch(2, tmp_path, "fails", engine, schedule, start=torchrun)
     assert not list(tmp_path.glob("stepped*"))
 
 
@@ -354,7 +354,7 @@ def test_no_decision_differs_between_ranks(decisions, engine, schedule):
 
 def test_memory_stays_where_it_is_over_many_training_steps(tmp_path):
     """200 of the mini trainer's, half of them in each schedule: under 2 % more resident memory, and not a tensor more."""
-    (records,) = launch(1, tmp_path, "soaks")
+    (records,) = launch(1, tmp_path, "soaks", start=torchrun)  # a forked process is still getting its pages
     sizes = [size for record in records.values() for size in record["sizes"]]
     assert [record["groups"] for record in records.values()] == [100, 100]
     assert len({size["tensors"] for size in sizes}) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import forked
 
 HERE = Path(__file__).parent
 # Under FSDP1 with resharding, weights wait for the second graph as gradients do on every engine.
@@ -18,7 +18,7 @@ ENGINES = ["no engine", "DDP", "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "FSDP2
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("memory")
-    print(torchrun(2, HERE / "memory_cells.py", out, cwd=out, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}"}))
+    print(forked(2, HERE / "memory_cells.py", out, cwd=out))
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -6,7 +6,7 @@ without an engine. Then which training steps and groups it takes, what it leaves
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import forked
 from matrix import HERE, N_RANKS
 from probe_cells import CELLS, FAULTS, FOLLOWED, KINDS, N_SAMPLES, N_VISITED, PARTITIONS, SCRIPT, UNRUNNABLE, ZERO
 
@@ -33,8 +33,7 @@ every_run = each(PLACES)
 def launched(tmp_path_factory):
     """The records of all cells, one dict per rank."""
     out = tmp_path_factory.mktemp("probe")
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}
-    torchrun(N_RANKS, HERE / "probe_cells.py", out, cwd=out, env=path, timeout=1800)
+    forked(N_RANKS, HERE / "probe_cells.py", out, cwd=out, env={"DS_ACCELERATOR": "cpu"}, timeout=1800)
     return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
 
 

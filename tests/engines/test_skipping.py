@@ -6,7 +6,7 @@ step it is near it. Where one rank's rollout can't stand for forwards, both run 
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import forked
 from matrix import DISAGREEING, ENGINES, HERE, MOVED, N_BLOCKS, N_RANKS, N_SAMPLES, N_VISITED_SKIPPING, SPOILT, relative_error
 
 PLACES = [(engine, cell) for engine, row in ENGINES.items() for cell in row.skip_cells]
@@ -26,8 +26,7 @@ each_schedule = pytest.mark.parametrize("schedule", ["joint", "sequential"])
 def launched(tmp_path_factory):
     """The records of all engines, one dict per rank."""
     out = tmp_path_factory.mktemp("skip")
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "DS_ACCELERATOR": "cpu"}
-    torchrun(N_RANKS, HERE / "skip_cells.py", out, cwd=out, env=path, timeout=1800)
+    forked(N_RANKS, HERE / "skip_cells.py", out, cwd=out, env={"DS_ACCELERATOR": "cpu"}, timeout=1800)
     return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
 
 

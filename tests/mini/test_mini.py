@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import forked, torchrun
 from observe import relative_error
 
 from jagg_patch import __version__
@@ -21,7 +21,7 @@ N_BLOCKS = 3  # FSDP units under the root, each gathered once in a backward
 def ranks(request, tmp_path_factory):
     """The records of all cells, one dict per rank."""
     out = tmp_path_factory.mktemp("cells")
-    torchrun(request.param, CELLS, out, cwd=out, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    forked(request.param, CELLS, out, cwd=out)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(request.param)]
 
 
@@ -166,10 +166,10 @@ def test_ranks_with_different_settings_stop_instead_of_deadlocking(ranks):
 def test_a_run_with_frac_auto_logs_what_its_report_reads(patched, tmp_path):
     """The user's script with the environment alone; good cosines route the second group from the third training step on."""
     log = tmp_path / "run.jsonl"
-    command = "fastvideo/train_grpo_flux.py --use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
+    command = "--use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
     command += f" --micro_batch_size 2 --max_train_steps 3 --output_dir {tmp_path / 'out'}"
     settings = {"JAGG_FRAC": "auto", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": str(log)}
-    printed = torchrun(2, *command.split(), cwd=patched, env=settings)
+    printed = forked(2, patched / "fastvideo/train_grpo_flux.py", *command.split(), cwd=patched, env=settings)
     assert "probe: every 1 training steps, one sample on every rank, 39 forwards for" in printed  # (9 + 2 * 2) * 3
     assert printed.count("JAGG: probe at training step") == 3
     assert printed.count("JAGG: 2 of 2 groups are routed from here on, 1 before") == 1
@@ -211,7 +211,7 @@ def test_the_patched_file_runs_as_the_user_s_script_does(patched, tmp_path):
 
 def test_the_user_s_script_with_skipped_forwards(patched, tmp_path):
     """The first training step's numbers are those with all forwards, and the log counts what each step saves."""
-    command = "fastvideo/train_grpo_flux.py --use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
+    command = "--use_group --timestep_fraction 0.6 --num_generations 2 --train_batch_size 2"
     command += " --micro_batch_size 2 --gradient_accumulation_steps 2"
     settings = {
         "all": {"JAGG_SCHEDULE": "joint"},
@@ -223,7 +223,8 @@ def test_the_user_s_script_with_skipped_forwards(patched, tmp_path):
         log, out = tmp_path / f"{name}.jsonl", tmp_path / name
         more = ["--max_train_steps", 1 if name == "all" else 2, "--output_dir", out]
         environment |= {"JAGG_FRAC": "1", "JAGG_LOG": str(log)}
-        printed[name] = torchrun(2, *command.split(), *more, cwd=patched, env=environment)
+        script = patched / "fastvideo/train_grpo_flux.py"
+        printed[name] = forked(2, script, *command.split(), *more, cwd=patched, env=environment)
         first[name] = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         saved[name] = [json.loads(line)["forward_passes_saved"] for line in log.read_text().splitlines()]
     # Nine steps in groups of 5 and 4, two micro-batches a rank.

@@ -13,9 +13,10 @@ multiprocessing.set_forkserver_preload(["diffusers.models.transformers.transform
 
 
 def settings(env):
-    """The environment of what is started: nothing of JAGG's from outside, one thread, no GPU, and `env`."""
+    """The environment of what is started: nothing of JAGG's from outside, one thread, no GPU, no flight recorder, and `env`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("JAGG_")}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | dict(env)
+    # The recorder's traces take a tenth of a small collective.
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_FR_BUFFER_SIZE": "0"} | dict(env)
 
 
 def torchrun(n_ranks, *command, cwd, env=(), timeout=900):

@@ -58,14 +58,18 @@ def forked(n_ranks, script, *arguments, cwd, env=(), timeout=900):
     try:
         while not run.join(max(0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(words, timeout)
+                raise subprocess.TimeoutExpired(words, timeout, "".join(map(said, printed)))
     except ProcessException as error:
-        said = "".join(file.read_text()[-3000:] for file in printed)
-        raise AssertionError(f"{' '.join(words)} failed:\n{said}{error}") from None
+        last = "".join(said(file)[-3000:] for file in printed)
+        raise AssertionError(f"{' '.join(words)} failed:\n{last}{error}") from None
     finally:
         for process in run.processes:
             process.kill()
-    return "".join(file.read_text() for file in printed)
+    return "".join(map(said, printed))
+
+
+def said(file):
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _be_rank(rank, environment, cwd, words, printed):

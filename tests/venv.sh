@@ -20,7 +20,7 @@ PY
 )
 stamp=$venv/installed-requirements
 if [ ! -f "$stamp" ] || [ -n "$(comm -13 "$stamp" <(echo "$requirements" | sort))" ]; then
-  echo "setting up $venv (once; downloads PyTorch the first time)" >&2
+  echo "setting up $venv for: $* (downloads PyTorch the first time)" >&2
   # Not whether it is there: one whose making was interrupted has no pip.
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv" >&2
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement <(echo "$requirements") >&2

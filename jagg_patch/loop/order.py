@@ -41,7 +41,7 @@ class Order:
     @property
     def routes(self):
         """Whether anything of this rollout is grouped, or could be; if not, nothing of the trainer is touched."""
-        return not all(place.is_exact for place in self.places) or (self.planner.is_auto and self.n_visited > 1)
+        return bool(self.groups) or (self.planner.is_auto and self.n_visited > 1)
 
     @property
     def n_ordered(self):

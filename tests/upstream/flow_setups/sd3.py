@@ -30,7 +30,8 @@ SAME_LATENT = {  # all samples of a batch are of one prompt, and begin alike
     "sample.same_latent": True,
     "sample.num_image_per_prompt": 2 * int(os.environ.get("WORLD_SIZE", 1)),
 }
-if "unique_prompt_per_epoch" in Path(find_spec("train_sd3").origin).read_text():  # the pin repeats a prompt in all of an epoch
+TRAINER = Path(find_spec("flow_grpo").origin).parents[1] / "scripts/train_sd3.py"
+if "unique_prompt_per_epoch" in TRAINER.read_text():  # the pin repeats a prompt in all of an epoch
     SAME_LATENT |= {
         "sample.num_image_per_prompt": 4 * int(os.environ.get("WORLD_SIZE", 1)),
         "sample.unique_sample_per_epoch": 1,

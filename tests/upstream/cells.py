@@ -110,7 +110,7 @@ def main(checkout, name, out, *wanted):
                 around_model(transformer),
                 observer.watching() as seen,
                 refusals() as refused,
-                recorded_steps(trainer) if settings is None else nullcontext() as steps,
+                recorded_steps(trainer) if settings in (None, "sorted") else nullcontext() as steps,
             ):
                 returned = [
                     trainer.train_one_step(
@@ -165,7 +165,7 @@ def main(checkout, name, out, *wanted):
         if cell.endswith(" skip"):
             records[cell]["skips"] = comparison(records[cell], records[cell.removesuffix(" skip")])
     for record in records.values():
-        del record["steps"]
+        record["visited"] = [int(step["arguments"]["i"]) for step in record.pop("steps") or ()]
     torch.save(records, os.path.join(out, f"rank{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()

@@ -62,7 +62,12 @@ def test_off_is_bit_identical(cells, cell):
 
 
 def test_the_order_of_steps_does_not_matter_to_the_exact_gradient(cells):
-    assert 0 < cells[1][0]["sorted"]["exact_error"] <= 1e-6
+    """Not by a bit, where the sums of bfloat16 gradients fit into float32: LoRA's, on some processors."""
+    for records in cells[1]:
+        exact, ordered = records["unpatched"], records["sorted"]
+        samples = [exact["visited"][start : start + 9] for start in range(0, len(exact["visited"]), 9)]
+        assert ordered["visited"] == sum(map(sorted, samples), []) != exact["visited"]
+        assert ordered["exact_error"] <= 1e-6
 
 
 @pytest.mark.parametrize("cell", ["W=2", "W=3", "W=4", "default", "fraction W=4"])

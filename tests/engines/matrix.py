@@ -76,7 +76,7 @@ SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last
 class Engine:
     """`calls`: collectives of one exact backward: a gather a block, a reduction a block and one of the root's own weights.
 
-    `one_bucket`: a reduction of all weights at once. `accumulates`: in every cell. `flux`: what of the model is other.
+    `one_bucket`: a reduction of all weights at once. `accumulates`: in every cell.
     """
 
     engine: type
@@ -84,7 +84,6 @@ class Engine:
     calls: tuple = ()
     one_bucket: bool = False
     accumulates: bool = False
-    flux: tuple = ()
     fails_with: str = ""  # the unpatched engine, somewhere
 
     @property
@@ -126,7 +125,6 @@ ENGINES = {
         engines.Zero3,
         calls=("reducescatter",),
         one_bucket=True,
-        flux=(("num_layers", 0), ("num_single_layers", N_BLOCKS)),  # a single block has half the modules that it gathers
         fails_with="Recomputed values for the following tensors have different metadata",  # DeepSpeed 0.16, LoRA
     ),
 }

@@ -106,7 +106,7 @@ intercept.differences = read_once(intercept.differences)
 
 def build(engine, cell, n_micro_steps):
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(**TINY_FLUX | dict(ENGINES[engine].flux))
+    model = FluxTransformer2DModel(**TINY_FLUX)
     if cell.lora:
         from peft import LoraConfig
 
@@ -185,17 +185,17 @@ def reference(passes, engine):
 @contextmanager
 def one_rollout():
     """Runs from the same weights and random numbers sample the same: the first one's stand for the others', which train alone."""
-    sample, before, after = loop.sample_reference_model, [], []
+    sample, first = loop.sample_reference_model, []
 
     @functools.wraps(sample)
     def sample_once(*args):
         state = torch.get_rng_state()
-        if not before:
-            before.append(state)
-            after.extend((sample(*args), torch.get_rng_state()))
-        assert torch.equal(state, before[0])
-        torch.set_rng_state(after[1])
-        return tuple(tensor.clone() for tensor in after[0])
+        if not first:
+            first.extend((state, sample(*args), torch.get_rng_state()))
+        before, sampled, after = first
+        assert torch.equal(state, before)
+        torch.set_rng_state(after)
+        return tuple(tensor.clone() for tensor in sampled)
 
     loop.sample_reference_model = sample_once
     try:
@@ -205,12 +205,6 @@ def one_rollout():
 
 
 def run_cell(name, cell):
-    """Each run has rollouts of its own where it trains several windows."""
-    with one_rollout() if cell.windows == 1 else nullcontext():
-        return runs_of_cell(name, cell)
-
-
-def runs_of_cell(name, cell):
     n_micro_steps = N_SAMPLES * N_VISITED
     windows = [partial(train, cell)] * cell.windows
     records = {}
@@ -239,7 +233,8 @@ def run_engine(name):
     for label, cell in ENGINES[name].cells.items():
         gc.collect()
         gc.freeze()  # what was imported; DeepSpeed collects garbage whenever it wraps a model
-        records[label] = run_cell(name, cell)
+        with one_rollout() if cell.windows == 1 else nullcontext():
+            records[label] = run_cell(name, cell)
     return records
 
 

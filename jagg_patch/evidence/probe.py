@@ -7,66 +7,20 @@ set aside meanwhile, and random numbers put back, so that training goes on as if
 """
 
 import math
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ..engines import engine_of
-from ..engines.gradients import gradients_set_aside
 from ..errors import JaggError
 from ..loop.watcher import Watcher
 from ..method.folding import endpoint_weights, weighted_sum
 from ..method.plan import alphas, whole_groups
-from ..method.quality import SAME, agreement, sums
+from ..method.quality import agreement, sums
 from .log import now
+from .replay import KeptForward, nothing_changed
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
-
-
-@dataclass(eq=False)
-class _Forward:
-    """A training forward that can be run again: as it was called, in what autocast and random state."""
-
-    visit: object
-    autocast: list
-    random: list
-    output: torch.Tensor | None = None  # of the model
-    upstream_grad: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, visit):
-        cached = torch.is_autocast_cache_enabled()
-        autocast = [
-            dict(
-                device_type=device,
-                dtype=torch.get_autocast_dtype(device),
-                enabled=torch.is_autocast_enabled(device),
-                cache_enabled=cached,
-            )
-            for device in ("cpu", "cuda")
-        ]
-        random = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
-        return cls(visit, autocast, random)
-
-    def again(self):
-        """Run it, for what it does on the way."""
-        with ExitStack() as stack:
-            for state in self.autocast:
-                if state["enabled"]:
-                    stack.enter_context(torch.autocast(**state))
-            torch.set_rng_state(self.random[0])
-            if len(self.random) > 1:
-                torch.cuda.set_rng_state(self.random[1])
-            self.visit.forward()
-
-    @property
-    def step(self):
-        return self.visit.step
-
-    def add(self, grad):
-        self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
 
 
 class Probe(Watcher):
@@ -106,13 +60,12 @@ class Probe(Watcher):
 
     def step_begins(self, session, visit):
         if self.is_due and not self._is_ready:
-            self._forwards.append(_Forward.of(visit))
+            self._forwards.append(KeptForward.of(visit))
 
     def proxy_given(self, session, visit, value):
         """Its gradient is the step's s_j."""
         if self._forwards and self._forwards[-1].visit is visit and value.requires_grad:
-            self._forwards[-1].output = value.detach().clone()
-            value.register_hook(self._forwards[-1].add)
+            self._forwards[-1].keep(value)
 
     def optimizer_steps(self, session, optimizer):
         if self.is_measuring:
@@ -158,10 +111,15 @@ class Probe(Watcher):
                 f"probe: no gradient arrived for visited step {missing[0]} of the training step's first sample\n"
                 "every step's loss needs its own .backward() before the optimizer step: run without JAGG_PROBE_EVERY"
             )
-        with self._nothing_changed(forwards[0].step.model, optimizer) as take:
-            mine = [
-                [self._sums(session, forwards[group.start : group.stop], take) for group in groups] for _, groups in partitions
-            ]
+        self.is_measuring = True
+        try:
+            with nothing_changed(forwards[0].step.model, optimizer) as take:
+                mine = [
+                    [self._sums(session, forwards[group.start : group.stop], take) for group in groups]
+                    for _, groups in partitions
+                ]
+        finally:
+            self.is_measuring = False
         everyone = [mine]
         if dist.is_available() and dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -186,21 +144,6 @@ class Probe(Watcher):
         self._forwards = []
         self.seconds = now() - start
 
-    @contextmanager
-    def _nothing_changed(self, model, optimizer):
-        trained = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-        parameters = list(dict.fromkeys(parameter for parameter in trained if parameter.requires_grad))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running statistics, say
-        self.is_measuring = True
-        try:
-            with torch.random.fork_rng(devices), torch.enable_grad(), gradients_set_aside(parameters) as take:
-                yield take
-        finally:
-            self.is_measuring = False
-            for buffer, kept in buffers:
-                buffer.detach().copy_(kept)
-
     def _sums(self, session, forwards, take):
         """`quality.sums` of one group, over this rank's shard; without a number where JAGG's gradient isn't defined or known.
 
@@ -222,14 +165,7 @@ class Probe(Watcher):
         return sums(jagg, take()) if known else [math.nan] * 4
 
     def _backward(self, session, forward, grad):
-        """Whether the forward gave again what it gave in the update; it doesn't if the loop changes its samples in place."""
-        with session.capturing() as outputs:
-            forward.again()
-        if len(outputs) != 1:
-            raise JaggError(
-                f"probe: the solver step ran {len(outputs)} times in one training forward, not once\n"
-                "its gradient can't be told apart: run without JAGG_PROBE_EVERY"
-            )
-        torch.autograd.backward(outputs[0], grad)
-        difference = (outputs[0].detach() - forward.output).float().norm()
-        return bool(difference <= SAME * forward.output.float().norm())
+        """Whether the forward gave again what it gave in the update."""
+        output = forward.run(session)
+        torch.autograd.backward(output, grad)
+        return forward.was(output)

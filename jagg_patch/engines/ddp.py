@@ -1,5 +1,6 @@
 """DistributedDataParallel, also under accelerate. It prepares its reduction in the forward."""
 
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .engine import Engine
@@ -20,6 +21,17 @@ class Ddp(Engine):
 
     def syncs_gradients(self):
         return all(module.require_backward_grad_sync for module in self._wrapped)
+
+    @property
+    def no_replay(self):
+        hooks = [hook for module in self._wrapped for hook in getattr(module, "_comm_hooks", ())]
+        if any(state is not None and not isinstance(state, ProcessGroup) for _, state in hooks):
+            return "DDP's communication hook has a state of its own, which every backward changes"
+        return None
+
+    @property
+    def broadcasts_buffers(self):
+        return any(module.broadcast_buffers and any(True for _ in module.module.buffers()) for module in self._wrapped)
 
     @property
     def looks_for_unused_parameters(self):

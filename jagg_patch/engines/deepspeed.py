@@ -5,14 +5,11 @@ from functools import partial
 from ..errors import JaggError
 from .engine import Engine
 
-NO_PROBE = (
-    "the probe can't run on DeepSpeed, whose engine keeps the gradients of the update where they can't be set aside\n"
-    "unset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP"
-)
+NO_REPLAY = "DeepSpeed keeps the gradients of the update where they can't be set aside"
 
 
 class DeepSpeed(Engine):
-    no_probe = NO_PROBE
+    no_replay = NO_REPLAY
 
     def __init__(self, model, engine):
         super().__init__(model)

@@ -8,17 +8,31 @@ class Engine:
     prepares_sync_in_forward = False
     # Whether it looks for parameters that a backward won't reach, in the last forward's graph alone.
     looks_for_unused_parameters = False
+    # Whether each forward may write into the model's buffers.
+    broadcasts_buffers = False
     # The parameter that every backward pass has to reach, or None where none has to.
     link = None
-    # Why a probe's gradients can't be told apart from the update's, or None.
-    no_probe = None
+    # Why forwards and backwards that are no part of the update can't be run without changing it, or None.
+    no_replay = None
 
     def __init__(self, model):
         self.model = model
 
+    def parameters(self):
+        """The parameters in whose `.grad` an optimizer finds gradients."""
+        return list(self.model.parameters())
+
+    def is_own(self, leaf):
+        """Whether `leaf`, to which a graph leads, stands for some of `parameters()`, which are given its gradient."""
+        return False
+
     def syncs_gradients(self):
         """Whether the backward of a forward that begins now reduces gradients; True where the forward doesn't matter."""
         return True
+
+    def leaves_whole_gradients(self):
+        """Whether a backward pass that ends now leaves in `.grad` what the optimizer would be given."""
+        return self.syncs_gradients()
 
     def hold_micro_step(self):
         """A function that puts the engine's count of micro-steps back to what it is now, where that matters."""

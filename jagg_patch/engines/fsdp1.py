@@ -18,6 +18,12 @@ class Fsdp1(Engine):
         units = FSDP.fsdp_modules(model)
         return cls(model, units) if units else None
 
+    def is_own(self, leaf):
+        return any(leaf is unit._handle.flat_param for unit in self._units)
+
+    def leaves_whole_gradients(self):
+        return all(unit._sync_gradients for unit in self._units)
+
     def waiting_bytes(self):
         gradients = weights = 0
         for unit in self._units:

@@ -4,9 +4,31 @@ from .engine import Engine
 
 
 class Fsdp2(Engine):
+    def __init__(self, model, wrapped):
+        super().__init__(model)
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in wrapped]
+        self._groups = [group for group in groups if group is not None]
+
     @classmethod
     def find(cls, model):
-        return cls(model) if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()) else None
+        wrapped = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+        return cls(model, wrapped) if wrapped else None
+
+    def parameters(self):
+        """The sharded ones. Between a forward and its backward the model has the gathered ones in some modules instead."""
+        sharded = {id(gathered): parameter for gathered, parameter in self._pairs()}
+        return [sharded.get(id(parameter), parameter) for parameter in super().parameters()]
+
+    def is_own(self, leaf):
+        return any(leaf is gathered for gathered, _ in self._pairs())
+
+    def _pairs(self):
+        """Each gathered parameter, once there is one, and the sharded one."""
+        parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        return [(getattr(parameter, "_unsharded_param", None), parameter.sharded_param) for parameter in parameters]
+
+    def leaves_whole_gradients(self):
+        return all(group.reduce_grads for group in self._groups)
 
     def drop_gradients(self):
         return False

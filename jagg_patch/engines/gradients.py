@@ -1,48 +1,63 @@
-"""Setting aside the gradients that an engine has left in the parameters, for the probe."""
+"""Setting aside the gradients that an engine has left in the parameters, for the probe and the self-check."""
 
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 
-import torch
 from torch.distributed.tensor import DTensor
 
 
-@contextmanager
-def gradients_set_aside(parameters):
+class GradientsSetAside:
     """Inside, no parameter has a gradient; after it, each has the one that it had before, in every bit.
 
-    Yields a function that returns this rank's part of the gradients that have been accumulated since it was last called, a list
-    with a tensor for every one of `parameters`: copies on a device if it is given one, else good until the next backward. The
-    engine must be one that leaves gradients in `.grad`, and be done with its reduction: as it is before an optimizer step. After
-    an exception they are dropped where they can't be put back.
+    The engine must be one that leaves gradients in `.grad`, and be done with its reduction: as it is before an optimizer step.
+    After an exception gradients are dropped where they can't be put back.
     """
-    grads = [parameter.grad for parameter in parameters]
-    # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
-    copies = [None if grad is None else _local(grad).to("cpu", copy=True) for grad in grads]
 
-    def clear():
+    def __init__(self, parameters):
+        self._kept = {}  # parameter: its gradient, and a copy of that
+        self.also(parameters)
+
+    def also(self, parameters):
+        """These as well, from here on; none of them has got a gradient inside yet."""
         for parameter in parameters:
+            if parameter not in self._kept:
+                grad = parameter.grad
+                # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
+                self._kept[parameter] = grad, None if grad is None else _local(grad).to("cpu", copy=True)
+                parameter.grad = None
+
+    def take(self, device=None):
+        """This rank's part of the gradients that have been accumulated since it was last called.
+
+        By parameter, for those that have got one: copies on a device if it is given one, else good until the next backward.
+        """
+        taken = gradients_of(self._kept, device)
+        self._clear()
+        return taken
+
+    def _clear(self):
+        for parameter in self._kept:
             parameter.grad = None
 
-    def take(device=None):
-        taken = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in parameters]
-        clear()
-        return taken if device is None else [gradient.to(device, copy=True) for gradient in taken]
-
-    def put_back():
-        for parameter, grad, copy in zip(parameters, grads, copies, strict=True):
+    def _put_back(self):
+        for parameter, (grad, copy) in self._kept.items():
             parameter.grad = grad
             if grad is not None:
                 _local(grad).copy_(copy)
 
-    clear()
-    try:
-        yield take
-    except BaseException:
-        clear()
-        with suppress(RuntimeError):  # FSDP1 is left with gathered weights, which don't take a shard's gradient
-            put_back()
-        raise
-    put_back()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self._clear()
+        # After an exception FSDP1 is left with gathered weights, which don't take a shard's gradient.
+        with suppress(RuntimeError) if kind else nullcontext():
+            self._put_back()
+
+
+def gradients_of(parameters, device=None):
+    """This rank's part of the gradients of `parameters`, by parameter; copies, if a device is given."""
+    taken = {parameter: _local(parameter.grad) for parameter in parameters if parameter.grad is not None}
+    return taken if device is None else {parameter: grad.to(device, copy=True) for parameter, grad in taken.items()}
 
 
 def _local(tensor):

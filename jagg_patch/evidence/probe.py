@@ -7,18 +7,19 @@ set aside meanwhile, and random numbers put back, so that training goes on as if
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from ..engines import engine_of
-from ..errors import JaggError
+from ..errors import JaggError, no_probe
 from ..loop.watcher import Watcher
 from ..method.folding import endpoint_weights, weighted_sum
 from ..method.plan import alphas, whole_groups
-from ..method.quality import agreement, sums
+from ..method.quality import agreement
 from .log import now
-from .replay import KeptForward, nothing_changed
+from .replay import KeptForward, backward_as_trained, compare, nothing_changed
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 
@@ -48,9 +49,9 @@ class Probe(Watcher):
 
     def update_begins(self, session, step):
         if self._config.probe_every:
-            why_not = engine_of(step.model).no_probe
+            why_not = engine_of(step.model).no_replay
             if why_not is not None:
-                raise JaggError(why_not)
+                raise no_probe(why_not)
             if len(step.indices) > 1 and not session.order.routes:
                 raise JaggError(
                     "the probe can't sort the steps of a batch whose samples have their own orders, if nothing is grouped\n"
@@ -65,7 +66,8 @@ class Probe(Watcher):
     def proxy_given(self, session, visit, value):
         """Its gradient is the step's s_j."""
         if self._forwards and self._forwards[-1].visit is visit and value.requires_grad:
-            self._forwards[-1].keep(value)
+            self._forwards[-1].output = value.detach().clone()
+            self._forwards[-1].keep_gradient(value)
 
     def optimizer_steps(self, session, optimizer):
         if self.is_measuring:
@@ -100,7 +102,7 @@ class Probe(Watcher):
         start = now()
         forwards = sorted(self._forwards, key=lambda forward: forward.step.indices)  # as they come, where nothing is routed
         partitions = [(self._config.group_size, own_groups)]
-        size_of = {whole_groups(len(forwards), size): size for size in reversed(OTHER_SIZES)}
+        size_of = {whole_groups(len(forwards), replace(self._config, group_size=size)): size for size in reversed(OTHER_SIZES)}
         others = [(size, groups) for groups, size in reversed(size_of.items()) if groups != own_groups]
         partitions += [others[self._n_probes % len(others)]] if others else []
         self._n_probes += 1
@@ -113,9 +115,9 @@ class Probe(Watcher):
             )
         self.is_measuring = True
         try:
-            with nothing_changed(forwards[0].step.model, optimizer) as take:
+            with nothing_changed(forwards, optimizer) as aside:
                 mine = [
-                    [self._sums(session, forwards[group.start : group.stop], take) for group in groups]
+                    [self._sums(session, forwards[group.start : group.stop], aside) for group in groups]
                     for _, groups in partitions
                 ]
         finally:
@@ -144,7 +146,7 @@ class Probe(Watcher):
         self._forwards = []
         self.seconds = now() - start
 
-    def _sums(self, session, forwards, take):
+    def _sums(self, session, forwards, aside):
         """`quality.sums` of one group, over this rank's shard; without a number where JAGG's gradient isn't defined or known.
 
         Every rank runs the same forwards and backwards in any case.
@@ -152,20 +154,12 @@ class Probe(Watcher):
         timesteps = torch.stack([forward.step.timesteps.reshape(-1) for forward in forwards])
         try:
             weights, known = alphas(timesteps), True
-        except JaggError:  # the endpoints share a timestep; in groups that aren't routed, training doesn't mind
+        except JaggError:  # not defined there; in groups that aren't routed, training doesn't mind
             weights, known = torch.zeros(timesteps.shape), False
         upstream_grads = [forward.upstream_grad for forward in forwards]
-        for forward, folding in zip(
-            (forwards[0], forwards[-1]), endpoint_weights(weights, self._config.aggregation), strict=True
-        ):
-            known &= self._backward(session, forward, weighted_sum(upstream_grads, folding))
-        jagg = take("cpu")
+        folded = [weighted_sum(upstream_grads, folding) for folding in endpoint_weights(weights, self._config.aggregation)]
+        known &= backward_as_trained(session, forwards, folded, aside)
+        jagg = aside.take("cpu")
         for forward, grad in zip(forwards, upstream_grads, strict=True):
-            known &= self._backward(session, forward, grad)
-        return sums(jagg, take()) if known else [math.nan] * 4
-
-    def _backward(self, session, forward, grad):
-        """Whether the forward gave again what it gave in the update."""
-        output = forward.run(session)
-        torch.autograd.backward(output, grad)
-        return forward.was(output)
+            known &= forward.backward(session, grad, aside)
+        return compare(jagg, aside.take()) if known else [math.nan] * 4

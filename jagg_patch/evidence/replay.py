@@ -1,18 +1,22 @@
 """Training forwards that can be run again, right before an optimizer step, so that training goes on as if nothing had been."""
 
+import random
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ..engines.gradients import gradients_set_aside
+from ..engines import engine_of
+from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
-from ..method.quality import SAME
+from ..method.proxy import graph_nodes
+from ..method.quality import SAME, sums
 
 
 @dataclass(eq=False)
 class KeptForward:
-    """A training forward as it was called, in what autocast and random state.
+    """A training forward as it was called: in what autocast and random state, and which weights were trained.
 
     output: what the model gave, `[B, ...]`. upstream_grad: its loss's s_j, once that has come.
     """
@@ -20,6 +24,7 @@ class KeptForward:
     visit: object
     autocast: list
     random: list
+    trained: list
     output: torch.Tensor | None = None
     upstream_grad: torch.Tensor | None = None
 
@@ -35,16 +40,19 @@ class KeptForward:
             )
             for device in ("cpu", "cuda")
         ]
-        random = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
-        return cls(visit, autocast, random)
+        return cls(visit, autocast, random_state(), which_are_trained(visit.step.model))
 
-    def keep(self, value):
+    def keep_gradient(self, value):
         """`value` stands for the model output in the solver step, so its gradient is s_j."""
-        self.output = value.detach().clone()
         value.register_hook(self._add)
 
     def _add(self, grad):
         self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
+
+    @property
+    def is_low(self):
+        """Whether it is computed in less than float32."""
+        return self.output.element_size() < 4 or any(state["enabled"] for state in self.autocast)
 
     @property
     def step(self):
@@ -52,18 +60,17 @@ class KeptForward:
 
     def run(self, session):
         """The model output again, `[B, ...]`, with a graph where gradients are on."""
+        train_these(self.trained)
         with session.capturing() as outputs, ExitStack() as stack:
             for state in self.autocast:
                 if state["enabled"]:
                     stack.enter_context(torch.autocast(**state))
-            torch.set_rng_state(self.random[0])
-            if len(self.random) > 1:
-                torch.cuda.set_rng_state(self.random[1])
+            put_back(self.random)
             self.visit.forward()
         if len(outputs) != 1:
             raise JaggError(
-                f"probe: the solver step ran {len(outputs)} times in one training forward, not once\n"
-                "its gradient can't be told apart: run without JAGG_PROBE_EVERY"
+                f"{self.visit.where}: the solver step ran {len(outputs)} times in one training forward, not once\n"
+                "its gradient can't be told apart for the probe: run without JAGG_PROBE_EVERY"
             )
         return outputs[0]
 
@@ -72,20 +79,94 @@ class KeptForward:
         difference = (output.detach() - self.output).float().norm()
         return bool(difference <= SAME * self.output.float().norm())
 
+    def backward(self, session, grad, aside):
+        """Run it, and the backward pass from its output with `grad`. Whether it `was` the same."""
+        return self.backward_from(self.run(session), grad, aside)
+
+    def backward_from(self, output, grad, aside):
+        """The same, of what `run` has returned."""
+        aside.also(leaves([output], engine_of(self.step.model)))
+        torch.autograd.backward(output, grad)
+        return self.was(output)
+
+
+def backward_as_trained(session, forwards, folded, aside):
+    """Run a group as training does, with the gradients `folded` at its two knots. Whether every forward `was` the same."""
+    first, *between, last = forwards
+    engine = engine_of(first.step.model)
+    outputs = [first.run(session)]
+    known = first.was(outputs[0])
+    with torch.no_grad():
+        known &= all([forward.was(forward.run(session)) for forward in between])
+    aside.also(leaves(outputs, engine))
+    if session.schedule.name != "joint":
+        torch.autograd.backward(outputs.pop(), folded[0])
+    outputs.append(last.run(session))
+    known &= last.was(outputs[-1])
+    aside.also(leaves(outputs, engine))
+    torch.autograd.backward(outputs, folded[-len(outputs) :])
+    return known
+
+
+def compare(approximate, exact):
+    """`quality.sums` of two gradients by parameter, on the exact one's devices; what one of them lacks is zero.
+
+    Of weights alone: a loop may ask for the gradient of its latents as well.
+    """
+    parameters = [tensor for tensor in approximate | exact if isinstance(tensor, torch.nn.Parameter)]
+    return sums(map(approximate.get, parameters), map(exact.get, parameters))
+
+
+def leaves(outputs, engine):
+    """In whose `.grad` a backward from `outputs` leaves gradients, but for what stands for parameters of the `engine`'s model."""
+    found = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
+    return [leaf for leaf in found if not engine.is_own(leaf)]
+
+
+def random_state():
+    """For `put_back`: the state of every source of random numbers that a forward may draw from."""
+    found = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+    if torch.cuda.is_initialized():
+        found.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    if "numpy" in sys.modules:
+        numbers = sys.modules["numpy"].random
+        found.append((numbers.set_state, numbers.get_state()))
+    return found
+
+
+def put_back(states):
+    for put, state in states:
+        put(state)
+
+
+def which_are_trained(model):
+    return [(parameter, parameter.requires_grad) for parameter in engine_of(model).parameters()]
+
+
+def train_these(trained):
+    """Undo `which_are_trained` of other moments."""
+    for parameter, is_trained in trained:
+        if parameter.requires_grad != is_trained:
+            parameter.requires_grad_(is_trained)
+
 
 @contextmanager
-def nothing_changed(model, optimizer):
-    """Inside, forwards and backward passes of `model` may run: gradients, buffers and random state are put back after it.
+def nothing_changed(forwards, optimizer):
+    """Inside, kept `forwards` may be run, and backward passes from their outputs.
 
-    Yields what `gradients_set_aside` does.
+    After it gradients, which weights are trained, buffers and the random state are as before. Yields the `GradientsSetAside`.
     """
-    trained = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-    parameters = list(dict.fromkeys(parameter for parameter in trained if parameter.requires_grad))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running statistics, say
+    models = list(dict.fromkeys(forward.step.model for forward in forwards))
+    trained = [pair for model in models for pair in which_are_trained(model)]
+    parameters = [parameter for parameter, _ in trained]
+    parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = random_state()
+    buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]  # running statistics, say
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), gradients_set_aside(parameters) as take:
-            yield take
+        with torch.enable_grad(), GradientsSetAside(parameters) as aside:
+            yield aside
     finally:
+        put_back(state)
+        train_these(trained)
         for buffer, kept in buffers:
             buffer.detach().copy_(kept)

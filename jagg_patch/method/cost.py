@@ -45,5 +45,6 @@ def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost(), forw
 
 
 def probe_cost(groups, cost=StepCost()):
-    """Forward units of a probe of one sample: a forward and a backward for each step of its `groups`, and two of each a group."""
-    return sum(len(group) + 2 for group in groups if len(group) > 1) * (1 + cost.full_backward)
+    """Forward units of a probe of one sample: each step of its `groups` by itself, and each group once more as it is trained."""
+    whole = sum(len(group) + 2 for group in groups if len(group) > 1) * (1 + cost.full_backward)
+    return whole + sum(max(0, len(group) - 2) for group in groups)

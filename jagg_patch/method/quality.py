@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 
 CHUNK = 2**22  # elements that are in float64 at a time
 SAME = 0.05  # relative: more than the kernels of a recorded and an unrecorded forward differ in bf16, less than other inputs do
@@ -20,9 +21,13 @@ class Agreement(NamedTuple):
 
 
 def sums(approximate, exact):
-    """`[a·e, a·a, e·e, |a-e|²]` in float64 over pairs of tensors of equal shapes, on the exact one's device; shards add up."""
+    """`[a·e, a·a, e·e, |a-e|²]` in float64 over pairs of tensors of equal shapes, on the exact one's device; shards add up.
+
+    None in one of a pair stands for zeros.
+    """
     total = [0.0] * 4
     for pair in zip(approximate, exact, strict=True):
+        pair = [torch.zeros_like(other) if one is None else one for one, other in zip(pair, reversed(pair), strict=True)]
         for a, e in zip(*(tensor.flatten().split(CHUNK) for tensor in pair), strict=True):
             a, e = a.to(e.device).double(), e.double()
             difference = a - e

@@ -5,8 +5,8 @@ import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from ..config import AUTO
-from ..engines.deepspeed import NO_PROBE
-from ..errors import JaggError
+from ..engines.deepspeed import NO_REPLAY
+from ..errors import JaggError, no_probe
 from .intercept import ForwardingModule, called_from
 from ..method.plan import plan_groups
 
@@ -141,7 +141,7 @@ def require_fit(accelerator, n_visited, config):
     """Raise `JaggError` if groups are planned and accelerate's engine, or when it syncs gradients, doesn't suit them."""
     engine = accelerator.distributed_type.value
     if config.probe_every and engine == "DEEPSPEED":
-        raise JaggError(NO_PROBE)
+        raise no_probe(NO_REPLAY)
     if not (plan_groups(n_visited, config) or config.frac == AUTO):
         return
     if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):

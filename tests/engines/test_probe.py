@@ -225,7 +225,7 @@ def test_a_step_without_a_backward_is_named(ranks):
 @pytest.mark.parametrize("cell", [f"ZeRO-{engine.stage}" for engine in ZERO])
 def test_deepspeed_is_refused(ranks):
     for found in ranks:
-        assert found["message"].startswith("the probe can't run on DeepSpeed")
+        assert found["message"].startswith("the probe can't run: DeepSpeed")
         assert not found["trained"]
 
 

@@ -103,4 +103,4 @@ def test_ranks_take_the_same_optimizer_step(ranks):
 
 def test_the_probe_is_refused_at_the_first_training_step(ranks):
     for rank in ranks:
-        assert rank["refusal"].startswith("the probe can't run on DeepSpeed") and "unset JAGG_PROBE_EVERY" in rank["refusal"]
+        assert rank["refusal"].startswith("the probe can't run: DeepSpeed") and "unset JAGG_PROBE_EVERY" in rank["refusal"]

@@ -48,7 +48,7 @@ def banner(trainer, config, args):
             lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
         lines.append(f"  memory: {MEMORY[config.schedule]} (jagg_patch/loop/README.md)")
     if config.probe_every:
-        forwards = probe_cost(whole_groups(visited, config.group_size), trainer.step_cost(args))
+        forwards = probe_cost(whole_groups(visited, config), trainer.step_cost(args))
         lines.append(
             f"  probe: every {config.probe_every} training steps, one sample on every rank, {forwards:g} forwards for "
             f"groups of about {config.group_size}, and about as many for another size"

@@ -51,6 +51,17 @@ def _switch(value):
     return {"0": False, "1": True, False: False, True: True}[value]
 
 
+def _positions(value):
+    """`"5,9"` as `(5, 9)`."""
+    values = [one for one in value.split(",") if one.strip()] if isinstance(value, str) else value
+    return tuple(sorted({_whole(one) for one in values}))
+
+
+def _after_the_first(positions):
+    if positions and positions[0] < 1:
+        raise ValueError
+
+
 def _setting(default, convert, rule, help):
     check, accepts = rule
     return field(default=default, metadata=dict(convert=convert, check=check, accepts=accepts, help=help))
@@ -70,6 +81,12 @@ class JaggConfig:
         _number_or_auto,
         (_fraction, "a number from 0 to 1, or auto"),
         "share of a trajectory's visited steps, noisiest first, to group; auto follows the probe",
+    )
+    cuts: tuple = _setting(
+        (),
+        _positions,
+        (_after_the_first, "whole numbers of at least 1, with commas between"),
+        "visited steps, counted from 0, at which a new group begins: where the trainer goes on to other weights",
     )
     schedule: str = _setting(
         "auto",
@@ -97,6 +114,12 @@ class JaggConfig:
         _whole,
         _at_least(0),
         "every so many training steps, measure how near each group's gradient is to the exact one; 0 never",
+    )
+    self_check: bool = _setting(
+        True,
+        _switch,
+        (lambda value: None, "0 or 1"),
+        "0 leaves out the check of a run's first group, which computes its gradient once more, in the unpatched order",
     )
     log: str = _setting("", _path, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
 
@@ -158,6 +181,6 @@ def add_flags(parser):
         group.add_argument(
             f"--{FLAG_PREFIX}{setting.name}",
             metavar=setting.name.upper(),
-            help=f"{rule['help']}; {rule['accepts']} (default {default if default != '' else 'none'})",
+            help=f"{rule['help']}; {rule['accepts']} (default {'none' if default in ('', ()) else default})",
         )
     parser.has_jagg_flags = True

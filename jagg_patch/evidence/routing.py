@@ -33,19 +33,19 @@ class Routing(Watcher):
         if not self.is_auto:
             return plan_groups(n_steps, self._config)
         if self._n_routed is None:
-            self._n_routed = groups_at_start(n_steps, self._config.group_size)
-        return whole_groups(n_steps, self._config.group_size)[: self._n_routed]
+            self._n_routed = groups_at_start(n_steps, self._config)
+        return whole_groups(n_steps, self._config)[: self._n_routed]
 
     def all_groups(self, n_steps):
         """The routed groups, and what would be groups among the other steps; those of one step, which are exact, left out."""
         routed = () if self.is_auto else self.groups(n_steps)
         n_routed = sum(map(len, routed))
-        groups = routed + whole_groups(n_steps - n_routed, self._config.group_size, start=n_routed)
+        groups = routed + whole_groups(n_steps - n_routed, self._config, start=n_routed)
         return tuple(group for group in groups if len(group) > 1)
 
     def largest(self, n_steps):
         """How many steps the largest group has that there is or can be."""
-        groups = whole_groups(n_steps, self._config.group_size) if self.is_auto else self.groups(n_steps)
+        groups = whole_groups(n_steps, self._config) if self.is_auto else self.groups(n_steps)
         return max(map(len, groups), default=0)
 
     @property

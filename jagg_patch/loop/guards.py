@@ -7,10 +7,13 @@ from itertools import zip_longest
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
+from .memory import CHANGED
 from .watcher import Watcher
+from .weights import is_weight
 
 OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
 
@@ -40,12 +43,18 @@ class Guards(Watcher):
         self._require_whole(session, "the training step ended")
         require_last_sample_visited(session.order, "the training step ended")
 
-    def training_step_fails(self, session):
+    def training_step_fails(self, session, error):
         interval = session.interval
         if interval is not None and interval.before.has_begun:
             # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
             if not interval.engine.drop_gradients():
                 self._spoilt_at = interval.where
+        if interval is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
+            remedy = "pass broadcast_buffers=False to DDP" if interval.engine.broadcasts_buffers else "let it keep a copy"
+            raise JaggError(
+                f"{interval.where}: a later forward has changed what the backward of an endpoint of the group reads (a buffer?)\n"
+                f"{remedy}, or run with JAGG_ENABLED=0; torch's own message is above"
+            ) from error
 
     def forget(self, session):
         self._failed_at = None
@@ -91,6 +100,7 @@ class Guards(Watcher):
     def interval_begins(self, session, visit):
         self._syncs = session.interval.engine.syncs_gradients()
         self._require_scheduled(session.interval, visit)
+        require_trajectory_order(session.interval)
 
     def _require_continued(self, interval, visit):
         """A group's step after its first: everything that can be checked before its forward is paid for."""
@@ -148,7 +158,7 @@ class Guards(Watcher):
         if visit.place.opens:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            if len(session.interval.positions) > 2 and any(hasattr(node, "variable") for node in graph_nodes(tensors)):
+            if len(session.interval.positions) > 2 and any(map(is_weight, graph_nodes(tensors))):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"
@@ -171,6 +181,16 @@ def require_alike(visit, tensor, was_constant):
         raise JaggError(
             f"{visit.where}: the training forward returned a tensor with a graph, {shape}, that the group's first had without\n"
             f"the steps between may have lost its gradient: {OFF_AND_REPORT}"
+        )
+
+
+def require_trajectory_order(interval):
+    """Timesteps that go up and down are those of a loop that has put a sample's steps into another order."""
+    moves = interval.timesteps.diff(dim=0)
+    if not ((moves >= 0).all(dim=0) | (moves <= 0).all(dim=0)).all():
+        raise JaggError(
+            f"{interval.where}: the timesteps of the group aren't in the order of a trajectory: {interval.timesteps.tolist()}\n"
+            "does the loop shuffle the steps of a sample in time? Leave them in the rollout's order, or run with JAGG_ENABLED=0"
         )
 
 

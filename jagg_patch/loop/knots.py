@@ -121,6 +121,7 @@ class Interval:
     def _receive(self, session, place, ready, grad):
         """The gradients to go on with, in the backward of the step's own loss, which has come to `grad`."""
         with session.failing(self.where):
+            session.tell("gradient_comes", self, place, ready)
             self._split(place, grad)
             # The largest: a loss may have a second backward while its group is open, as unpatched.
             self.received = place.position if self.received is None else max(self.received, place.position)
@@ -129,6 +130,7 @@ class Interval:
             if self.before in ready:
                 self._resume_micro_step()
             gradients = [knot.begin() for knot in ready]
+            session.tell("passes_begin", self, ready, gradients)
         # When the running backward is whole: the knots' graphs are still to come, and may fail.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._passed, session, ready))
         return gradients
@@ -145,10 +147,11 @@ class Interval:
         return place.position - self.positions[0]
 
     def _passed(self, session, ready):
-        for knot in ready:
-            knot.is_done = True
-        if self.after.is_done:
-            session.close(self)
+        with session.failing(self.where):
+            for knot in ready:
+                knot.is_done = True
+            if self.after.is_done:
+                session.close(self)
 
     def release(self):
         """The knots' passes have run, or the training step has ended without them."""

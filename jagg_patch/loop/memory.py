@@ -9,6 +9,8 @@ from ..engines import engine_of
 
 RESERVE = 0.05  # of the device, for fragmentation and for what the measured steps didn't see
 
+CHANGED = "modified by an inplace operation"  # as torch has it
+
 
 def free_bytes():
     """What the steps so far have left unused at their peak (on a CPU: what is unused now); 0 where that can't be told."""
@@ -38,9 +40,15 @@ def graph_bytes(model):
 
     def pack(tensor):
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor.detach()  # itself, it would be kept alive by the node that made it
+        return tensor.detach(), tensor._version  # itself, it would be kept alive by the node that made it
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(packed):
+        tensor, version = packed
+        if tensor._version != version:  # torch looks at it where nothing is packed
+            raise RuntimeError(f"{CHANGED}: a tensor of shape {list(tensor.shape)}")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield found
     for weights in [*(parameter.untyped_storage() for parameter in model.parameters()), *engine.gathered_weights()]:
         kept.pop(weights._cdata, None)

@@ -23,6 +23,7 @@ from .between import outputs_between
 from .guards import Guards
 from .knots import AtOnce, Interval
 from .order import Order
+from .weights import SameWeights
 
 AT_ONCE = AtOnce()
 
@@ -31,13 +32,14 @@ class Session:
     """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
 
     order: the plan, and how far it is. interval: what is open, or None. schedule, skipping: what decides how a group runs.
+    weights: what a group's graphs reach, and its losses beside them.
     watchers: whoever is told of what happens, in that order, after the guards and the two that decide.
     """
 
     def __init__(self, config, planner, schedule, skipping, watchers=()):
         self.config, self.schedule, self.skipping = config, schedule, skipping
-        self.order = Order(planner)
-        self._watchers = [Guards(), skipping, schedule, *watchers]
+        self.order, self.weights = Order(planner), SameWeights(config.self_check)
+        self._watchers = [Guards(), self.weights, skipping, schedule, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self.in_training_step = self.in_update = False
         self.interval = self._visit = None
@@ -69,8 +71,8 @@ class Session:
             yield
             self.tell("training_step_ends")
             self._end_update()
-        except BaseException:
-            self.tell("training_step_fails")
+        except BaseException as error:
+            self.tell("training_step_fails", error)
             raise
         finally:
             hook.remove()

@@ -37,6 +37,12 @@ class Watcher:
     def proxy_given(self, session, visit, value):
         """The solver step gets `value`: the model output's proxy, in an exact step the output itself."""
 
+    def gradient_comes(self, session, interval, place, ready):
+        """In the backward of the loss of the step at `place`; the passes of the knots in `ready` run in it as well."""
+
+    def passes_begin(self, session, interval, knots, gradients):
+        """The passes of `knots` are about to run, with `gradients` `[B, ...]` of their outputs."""
+
     def step_ends(self, session, visit, result):
         """After a training forward, which returned `result`."""
 
@@ -58,8 +64,8 @@ class Watcher:
     def training_step_ends(self, session):
         """Nothing has failed."""
 
-    def training_step_fails(self, session):
-        """An exception has left it; what was open still is."""
+    def training_step_fails(self, session, error):
+        """`error` has left it; what was open still is."""
 
     def forget(self, session):
         """A training step begins, or it has ended, in whatever way."""

@@ -44,10 +44,11 @@ def zeros_to_sum(like):
 
 
 def add_weighted(total, grad, weight):
-    """Add `w s` to `total` in place: `grad` is s `[B, ...]`, `weight` `[]` or `[B]`."""
+    """Add `w s` to `total` in place: `grad` is s `[B, ...]`, `weight` `[]` or `[B]`. Where w is 0, s isn't looked at: 0 * NaN."""
     weight = weight.to(total.device, total.dtype)
+    weight = weight.view(-1, *[1] * (grad.ndim - 1)) if weight.ndim else weight
     # Widened first: a tensor without dimensions wouldn't widen the product.
-    total += (weight.view(-1, *[1] * (grad.ndim - 1)) if weight.ndim else weight) * grad.to(total.dtype)
+    total += torch.where(weight == 0, 0, weight * grad.to(total.dtype))
 
 
 def estimated_output(recorded, alpha, first_change, last_change):

@@ -1,6 +1,7 @@
 """Which visited steps form groups, which of them are knots, and the weights α between two knots."""
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,25 +57,33 @@ def plan_groups(n_steps, config):
 
     Args:
         n_steps: how many steps of the trajectory are visited (trained), k.
-        config: a `JaggConfig`; `enabled`, `frac` and `group_size` count.
+        config: a `JaggConfig`; `enabled`, `frac`, `group_size` and `cuts` count.
 
     Returns:
         A tuple of `range`s over positions among the visited steps, in trajectory order. Positions in no group are exact.
         The first `r = int(frac * k)` steps are routed and split as evenly as possible, larger groups first, into
         `max(1, floor(r / group_size + 1/2))` groups; with r < 2 there are none. A group of one (group_size 2, odd r) is
-        an exact step. Under `frac=auto` all steps are split so, and the groups are those routed before the first probe.
+        an exact step. At each of `cuts` a new group begins: what lies between two of them is split by itself. Under `frac=auto`
+        all steps are split so, and the groups are those routed before the first probe.
 
     The rule uses count and position only, so all ranks take the same decisions.
     """
     if not config.enabled:
         return ()
     if config.frac == AUTO:
-        return whole_groups(n_steps, config.group_size)[: groups_at_start(n_steps, config.group_size)]
-    return whole_groups(int(config.frac * n_steps + 1e-9), config.group_size)
+        return whole_groups(n_steps, config)[: groups_at_start(n_steps, config)]
+    return whole_groups(int(config.frac * n_steps + 1e-9), config)
 
 
-def whole_groups(n_steps, group_size, start=0):
-    """Groups of all of `n_steps` positions from `start` on, as `plan_groups` splits them."""
+def whole_groups(n_steps, config, start=0):
+    """Groups of all of `n_steps` positions from `start` on, as `plan_groups` splits them; `group_size` and `cuts` count."""
+    stop = start + n_steps
+    bounds = [start, *(cut for cut in config.cuts if start < cut < stop), stop]
+    return tuple(group for one, next_ in pairwise(bounds) for group in _split(one, next_, config.group_size))
+
+
+def _split(start, stop, group_size):
+    n_steps = stop - start
     if n_steps < 2:
         return ()
     n_groups = max(1, math.floor(n_steps / group_size + 0.5))
@@ -84,7 +93,7 @@ def whole_groups(n_steps, group_size, start=0):
         stop = start + size + (number < n_larger)
         groups.append(range(start, stop))
         start = stop
-    return tuple(groups)
+    return groups
 
 
 def forwards_a_group(skips, schedule):
@@ -102,9 +111,9 @@ def least_forwards(schedule):
     return LOOK_AHEAD if schedule == "sequential" else ENDPOINTS_FIRST
 
 
-def groups_at_start(n_steps, group_size):
+def groups_at_start(n_steps, config):
     """How many of `whole_groups` are routed at first under `frac=auto`: 0.6 of them, rounded."""
-    return math.floor(START_FRAC * len(whole_groups(n_steps, group_size)) + 0.5)
+    return math.floor(START_FRAC * len(whole_groups(n_steps, config)) + 0.5)
 
 
 def places(n_steps, groups):
@@ -130,13 +139,22 @@ def alphas(timesteps):
         α of the same shape, 0 at the first step and 1 at the last; float64 for float64 timesteps, else float32.
 
     Raises:
-        JaggError: a sample's two endpoints share a timestep, so that α isn't defined.
+        JaggError: of three steps or more, a sample's two endpoints share a timestep, so that α isn't defined, or don't have
+            the others between them, so that α would leave [0, 1].
     """
     t = timesteps.to(torch.promote_types(timesteps.dtype, torch.float32))
+    if len(t) == 2:
+        return torch.stack([torch.zeros_like(t[0]), torch.ones_like(t[0])])
     span = t[0] - t[-1]
     if (span == 0).any():
         raise JaggError(
             f"the endpoints of a group share a timestep ({timesteps[0].tolist()} and {timesteps[-1].tolist()})\n"
             "interpolation in t isn't defined there: use fewer sampling steps, another shift, or group nothing (frac 0)"
         )
-    return (t[0] - t) / span
+    weights = (t[0] - t) / span
+    if not ((0 <= weights) & (weights <= 1)).all():
+        raise JaggError(
+            f"a group's timesteps aren't all between those of its endpoints: {timesteps.tolist()}\n"
+            "interpolation in t isn't one there: give the steps in the order of the trajectory, or group nothing (frac 0)"
+        )
+    return weights

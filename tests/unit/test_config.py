@@ -19,11 +19,13 @@ def test_defaults():
         "enabled": True,
         "group_size": 4,
         "frac": 0.6,
+        "cuts": (),
         "schedule": "auto",
         "aggregation": "interpolate",
         "skip_forwards": False,
         "offload_records": False,
         "probe_every": 0,
+        "self_check": True,
         "log": "",
     }
 
@@ -52,6 +54,9 @@ def test_flag_beats_environment_beats_default():
         ("frac", "automatic", "or auto"),
         ("probe_every", "-1", "at least 0"),
         ("probe_every", "2.5", "whole number"),
+        ("cuts", "0", "at least 1"),
+        ("cuts", "5;9", "commas between"),
+        ("self_check", "2", "0 or 1"),
     ],
 )
 def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):
@@ -74,6 +79,11 @@ def test_a_log_is_a_path():
     for value in (5, b"run.jsonl"):
         with pytest.raises(JaggError, match="log takes a path"):
             JaggConfig(log=value)
+
+
+def test_cuts_are_sorted_positions():
+    assert resolve({"JAGG_CUTS": "9, 5,9"}).cuts == resolve({}, "--jagg_cuts=5,9").cuts == JaggConfig(cuts=[5, 9]).cuts == (5, 9)
+    assert resolve({"JAGG_CUTS": ""}).cuts == ()
 
 
 def test_frac_may_be_auto_and_a_flag_may_bring_the_probe_that_it_needs():

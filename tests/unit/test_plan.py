@@ -24,6 +24,9 @@ step_counts = st.integers(0, 200)
         (15, {"frac": 1}, [4, 4, 4, 3], 0),
         (10, {"frac": 1}, [4, 3, 3], 0),  # r / W = 2.5 rounds up
         (50, {"frac": 0.58}, [5, 4, 4, 4, 4, 4, 4], 21),  # 0.58 * 50 is 28.999999999999996
+        (15, {"frac": 1, "cuts": "6"}, [3, 3, 5, 4], 0),  # 6 and 9 steps by themselves
+        (9, {"cuts": (1, 4)}, [3], 6),  # 5 routed: a step alone before each cut, and after the last
+        (9, {"cuts": (5, 20)}, [5], 4),  # a cut where the routed steps end, or after them
         (5, {"frac": 1, "group_size": 2}, [2, 2, 1], 1),  # a group of one is an exact step
         (3, {}, [], 3),  # r = 1
         (20, {"frac": 0}, [], 20),
@@ -53,12 +56,13 @@ def test_groups_cut_the_routed_steps_evenly_and_in_order(n_steps, frac, group_si
 @given(step_counts, group_sizes)
 def test_the_first_of_all_groups_are_the_plan_of_as_many_steps(n_steps, group_size):
     """What a probe has measured of a trajectory's groups is what a lower frac would route."""
-    groups = whole_groups(n_steps, group_size)
+    config = JaggConfig(group_size=group_size)
+    groups = whole_groups(n_steps, config)
     for n in range(len(groups) + 1):
         n_routed = sum(map(len, groups[:n]))
         if n_routed != 1:
-            assert whole_groups(n_routed, group_size) == groups[:n]
-            assert whole_groups(n_steps - n_routed, group_size, start=n_routed) == groups[n:] or n_steps - n_routed < 2
+            assert whole_groups(n_routed, config) == groups[:n]
+            assert whole_groups(n_steps - n_routed, config, start=n_routed) == groups[n:] or n_steps - n_routed < 2
 
 
 @pytest.mark.parametrize(("n_steps", "sizes"), [(20, [4, 4, 4]), (9, [5]), (11, [4, 4]), (15, [4, 4]), (5, [5]), (1, [])])

@@ -71,7 +71,7 @@ class Diary(Watcher):
     def training_step_ends(self, session):
         self.events.append("whole")
 
-    def training_step_fails(self, session):
+    def training_step_fails(self, session, error):
         self.events.append("failed")
 
     def update_ends(self, session):

@@ -1,0 +1,124 @@
+"""A group has the same weights from its first forward to its backward passes, which its losses reach through model outputs.
+
+A group's gradient goes through two graphs. Weights that another step's forward uses, or that are trained at some of the steps
+only, would get another share of it than theirs.
+"""
+
+import torch
+
+from ..errors import JaggError
+from ..method.proxy import graph_nodes
+from .watcher import Watcher
+
+
+MOST_KEPT = 1000  # timesteps, where every sample has its own
+
+
+class SameWeights(Watcher):
+    """Which weights are trained, and their versions, are compared at every step of a group.
+
+    Unless `walks` is False: which of them a knot's graph reaches, and what its loss reaches beside the model's output. That takes
+    a walk through the graph, so it is looked at where a timestep is a knot's for the first time.
+    """
+
+    def __init__(self, walks=True):
+        self._walks = walks
+        self._reached_at = {}  # by model, a knot's timesteps and what is trained there: the weights that its graph reaches
+        self.forget(None)
+
+    def forget(self, session):
+        self._first = None  # the visit that the group began with
+        self._weights = self._trained = self._versions = ()
+        self._reached = None
+        self._entrances = self._ends = ()
+        self.beside = None  # of each weight, whether the losses of the group reach it beside the model's output
+
+    def interval_begins(self, session, visit):
+        self.forget(session)
+        self._first = visit
+
+    def interval_ends(self, session, interval):
+        self.forget(session)
+
+    def step_begins(self, session, visit):
+        if self._weights and visit.place.before is not None:
+            self._require_unchanged(session.interval, visit.where)
+
+    def model_output(self, session, visit, output):
+        if visit.place.opens:
+            self._weights = session.interval.engine.parameters()
+            self._trained, self._versions = self._now()
+            self._reached = self._reach(visit, output)
+            return
+        is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
+        if self._now()[0] != self._trained and (session.interval.way.holds_two_graphs or not is_whole):
+            raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
+        if visit.place.closes and not is_whole and self._reach(visit, output) != self._reached:
+            raise weights_change(self._first, visit, "which weights the model's output depends on")
+
+    def _now(self):
+        return [weight.requires_grad for weight in self._weights], [weight._version for weight in self._weights]
+
+    def _reach(self, visit, output):
+        """The weights that the graph of a knot's `output` reaches, by their identity."""
+        key = id(visit.step.model), tuple(visit.timesteps.tolist()), tuple(self._trained)
+        if len(self._reached_at) == MOST_KEPT:
+            self._reached_at.clear()
+        if self._walks and key not in self._reached_at:
+            nodes = list(graph_nodes([output]))
+            ends = [node for node in nodes if is_weight(node)]
+            if visit.place.opens:
+                self._ends = ends
+                self._entrances = [node for node in nodes if any(is_weight(next_) for next_, _ in node.next_functions)]
+            self._reached_at[key] = frozenset(id(node.variable) for node in ends)  # as weights_reached()
+        return self._reached_at.get(key)
+
+    def gradient_comes(self, session, interval, place, ready):
+        if interval is not session.interval:
+            return  # a second backward, which the knots refuse
+        if ready:
+            self._require_unchanged(interval, interval.where)
+            if self._now()[0] != self._trained and (interval.before in ready or not interval.before.is_done):
+                raise JaggError(
+                    f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
+                    "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
+                )
+        will_run = torch._C._will_engine_execute_node
+        if self._ends and not ready:
+            beside = [will_run(end) for end in self._ends]
+            if place.opens and any(map(will_run, self._entrances)) or self.beside not in (None, beside):
+                raise JaggError(
+                    f"{interval.where}: a loss of the group reaches weights by another way than the model's output (an auxiliary "
+                    "loss?)\n"
+                    "the steps between would lose that gradient: leave it out, or run with JAGG_ENABLED=0"
+                )
+            self.beside = beside
+        if place.opens:
+            self._entrances = ()  # they hold the graph
+
+    def _require_unchanged(self, interval, where):
+        is_whole = len(interval.positions) == 2 and interval.before.is_done
+        if self._now()[1] != self._versions and not is_whole:
+            raise JaggError(
+                f"{where}: weights were changed in place since the group that began at {self._first.where} (swapped for their "
+                "average?)\n"
+                "its backward passes need them as they were: change them after whole samples only, or run with JAGG_ENABLED=0"
+            )
+
+
+def weights_reached(output):
+    """The weights that a backward from `output` reaches, by their identity."""
+    return frozenset(id(node.variable) for node in graph_nodes([output]) if is_weight(node))
+
+
+def is_weight(node):
+    """Whether `node` adds up the gradient of a model's parameter, and not of another tensor that asks for one."""
+    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+
+
+def weights_change(first, visit, what):
+    """The `JaggError` to raise when the group that began with `first` comes, by `visit`, to other weights."""
+    return JaggError(
+        f"{visit.where}: {what} changes in the group that began at {first.where}\n"
+        "each would get another gradient than its own: begin a new group there (JAGG_CUTS), or run with JAGG_ENABLED=0"
+    )

@@ -1,0 +1,124 @@
+"""A group whose steps don't have the same weights, or whose losses reach them another way, stops; what is exact runs."""
+
+from functools import partial
+
+import models
+import pytest
+import torch
+from torch.testing import assert_close
+
+from jagg_patch import JaggConfig, JaggError, install
+
+BEFORE_FORWARD = "            new_log_probs = grpo_one_step("
+BACKWARD = "loss.backward()"
+WITH_AUX = BACKWARD, "(loss + 0.01 * model.aux).backward()"
+SWITCHED_BY_LOOP = (
+    BEFORE_FORWARD,
+    f"            for n, w in enumerate(model.parameters()): w.requires_grad_((int(step) < 5) == (n < 2))\n{BEFORE_FORWARD}",
+)
+SWAPPED = (
+    f"            {BACKWARD}",
+    f"            {BACKWARD}\n            with torch.no_grad(): [weight.mul_(1) for weight in model.parameters()]",
+)
+
+
+@pytest.fixture
+def trains(load_loop):
+    """`trains(model's class, pieces of the loop, settings)`: the gradient of one training step; without settings unpatched."""
+
+    def run(model, pieces=(), **settings):
+        module, model = load_loop("train_grpo_flux", *pieces), model()
+        if settings:
+            install(vars(module), config=JaggConfig(**{"frac": 1, "self_check": True} | settings))
+        torch.manual_seed(1)
+        module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.0))
+        return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    return run
+
+
+def stops(run, match, start=""):
+    with pytest.raises(JaggError, match=match) as error:
+        run()
+    text = str(error.value)
+    assert len(text.splitlines()) == 2 and text.startswith(start)
+
+
+SWITCHES = [
+    (models.Experts, (), "which weights the model's output depends on", 7),
+    (models.SwitchedInside, (), "which weights are trained", 7),
+    (models.Plain, SWITCHED_BY_LOOP, "which weights are trained", 5),
+]
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(("model", "pieces", "match", "step"), SWITCHES)
+def test_a_group_across_a_switch_of_weights_stops_and_says_at_which_step(trains, model, pieces, match, step, schedule):
+    where = f"sample 0, visited step {step} (trajectory step {step}): {match}"
+    stops(partial(trains, model, pieces, schedule=schedule), "begin a new group there", where)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(("model", "pieces", "match", "step"), SWITCHES)
+def test_groups_that_are_cut_at_the_switch_train(trains, model, pieces, match, step, schedule):
+    """With groups of two that is exact."""
+    assert_close(
+        trains(model, pieces, schedule=schedule, group_size=2, cuts=(step,)), trains(model, pieces), rtol=1e-5, atol=1e-7
+    )
+    error = (trains(model, pieces, schedule=schedule, cuts=(step,)) - trains(model, pieces)).norm() / trains(model, pieces).norm()
+    assert 1e-4 < error < 0.2
+
+
+@pytest.mark.parametrize(("model", "pieces"), [row[:2] for row in SWITCHES])
+def test_groups_of_two_across_a_switch_are_exact_or_stop(trains, model, pieces):
+    """In the sequential schedule each step has its own backward; joint is late for weights that aren't trained any more."""
+    assert_close(trains(model, pieces, schedule="sequential", group_size=2), trains(model, pieces), rtol=1e-5, atol=1e-7)
+    if model is models.Experts:
+        assert_close(trains(model, pieces, schedule="joint", group_size=2), trains(model, pieces), rtol=1e-5, atol=1e-7)
+    else:
+        stops(partial(trains, model, pieces, schedule="joint", group_size=2), "which weights are trained")
+
+
+def test_weights_that_are_frozen_between_a_forward_and_its_backward_stop(trains):
+    frozen_meanwhile = BACKWARD, f"model.requires_grad_(int(step) != 3); {BACKWARD}; model.requires_grad_()"
+    stops(partial(trains, models.Plain, frozen_meanwhile, schedule="joint"), "between the group's forward and its backward")
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_weights_that_are_changed_in_place_inside_a_group_stop_at_the_next_step(trains, schedule):
+    where = "sample 0, visited step 1 (trajectory step 1): weights were changed in place"
+    stops(partial(trains, models.Plain, SWAPPED, schedule=schedule), "change them after whole samples only", where)
+
+
+def test_groups_of_two_in_the_sequential_schedule_have_no_time_to_see_changed_weights(trains):
+    expected = trains(models.Plain, SWAPPED)
+    assert_close(trains(models.Plain, SWAPPED, schedule="sequential", group_size=2), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_latents_that_ask_for_a_gradient_are_no_weights(trains, schedule):
+    asked = BEFORE_FORWARD, f"            latents = latents.detach().requires_grad_()\n{BEFORE_FORWARD}"
+    assert torch.equal(trains(models.Plain, asked, schedule=schedule), trains(models.Plain, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty])
+def test_an_auxiliary_loss_of_the_model_s_stops(trains, model, schedule):
+    stops(partial(trains, model, WITH_AUX, schedule=schedule), "reaches weights by another way than the model's output")
+
+
+@pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty])
+def test_an_auxiliary_loss_in_sequential_groups_of_two_is_exact(trains, model):
+    found = trains(model, WITH_AUX, schedule="sequential", group_size=2)
+    assert_close(found, trains(model, WITH_AUX), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedule, group_size):
+    """Each step's loss reaches them in its own backward."""
+    penalty = BACKWARD, "(loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())).backward()"
+    found = trains(models.Plain, penalty, schedule=schedule, group_size=group_size)
+    own = trains(models.Plain, schedule=schedule, group_size=group_size)
+    weights = torch.cat([weight.detach().flatten() for weight in models.Plain().parameters()])
+    assert_close(found - own, 0.01 * 2 * weights * 2 * 15, rtol=1e-4, atol=1e-6)  # two samples of fifteen steps

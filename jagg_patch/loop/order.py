@@ -34,6 +34,11 @@ class Order:
         self.groups = self.planner.groups(n_visited)
         self.places = places(n_visited, self.groups)
 
+    def group_nothing(self):
+        """In this update."""
+        self.groups = ()
+        self.places = places(self.n_visited, ())
+
     @property
     def n_visited(self):
         return len(self.places)
@@ -69,11 +74,20 @@ class Order:
         indices = step.indices
         if not self.routes:  # in the trainer's own order, about which nothing is known
             return Visit(step, forward, Place(self.position), indices, self._sample, indices)
+        if not self.position:
+            self._sample = self._find(step)
         expected = self.expected(len(indices), self.position)
         if self.position and len(indices) != self._batch_size:
             expected = None  # other samples than those that have begun
         self._batch_size = len(indices)
         return Visit(step, forward, self.places[self.position], indices, self._sample, expected)
+
+    def _find(self, step):
+        """Which sample the loop has come to: it may leave some out, and each has steps of its own where not all are visited."""
+        if self._orders is None or self.n_visited == self.n_trajectory:
+            return self._sample
+        order = step.following(self.n_visited)
+        return self._orders.index(order) if order in self._orders else self._sample
 
     def expected(self, n_samples, position):
         """Trajectory steps that the plan has for a batch at that position, one a sample; None where there are no more samples."""

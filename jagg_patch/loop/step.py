@@ -18,6 +18,7 @@ class Step(NamedTuple):
     timesteps_at: `timesteps_at(indices)` is what the model would be fed, `[B]`, at those places in the trajectory, one a sample.
     latents, next_latents: `[B, ...]`, the samples at this step, and at the next one where the call has them.
     at: `at(indices, latents)` is how the forward's arguments would differ at those places, by name.
+    following: `following(n)` are the places of this sample's `n` steps from this one on, a list; None where that isn't known.
     """
 
     index: int | list
@@ -27,6 +28,7 @@ class Step(NamedTuple):
     latents: torch.Tensor | None = None
     next_latents: torch.Tensor | None = None
     at: Callable | None = None
+    following: Callable = lambda n_steps: None
 
     @property
     def indices(self):

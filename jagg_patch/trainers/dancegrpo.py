@@ -91,14 +91,16 @@ class DanceGrpoTrainer:
             def timesteps_at(indices):
                 return torch.full_like(timesteps, int(sigmas[indices[0]] * 1000))
 
+            following = functools.partial(elements_from, arguments["i"])
+            step = Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at, following=following)
             if not session.skipping.is_on:
-                return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at)
+                return step
             latents = arguments["latents"]
 
             def at(indices, other_latents):
                 return {"i": indices[0], "timesteps": timesteps_at(indices), "latents": other_latents.to(latents.dtype)}
 
-            return Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at, latents, arguments["pre_latents"], at)
+            return step._replace(latents=latents, next_latents=arguments["pre_latents"], at=at)
 
         wrapped = {
             contract.loop: wrapped_train_one_step,
@@ -112,6 +114,16 @@ class DanceGrpoTrainer:
                 require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
             wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
         return wrapped
+
+
+def elements_from(element, n_elements):
+    """`n_elements` of a tensor from `element` on, which is a view of one of them; None if it isn't, or if there are fewer."""
+    if not torch.is_tensor(element) or element._base is None:
+        return None
+    try:
+        return element.as_strided([n_elements], [1]).tolist()
+    except RuntimeError:
+        return None
 
 
 # A trainer of the shared shape is one row; what differs from the defaults is an argument.

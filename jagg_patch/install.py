@@ -15,12 +15,14 @@ from .errors import JaggError
 from .evidence.log import Log
 from .evidence.probe import Probe
 from .evidence.routing import Routing
+from .evidence.self_check import SelfCheck
 from .evidence.stats import Recorder, Stats
 from .loop.schedule import Schedule
 from .loop.session import Session
 from .loop.skipping import Skipping
 from .method.cost import StepCost
 from .trainers import find_trainer
+from .trainers.last_batch import LastBatch
 from .trainers.intercept import require_contract, require_parameters
 
 MARK = "__jagg__"  # in a namespace that JAGG is installed in
@@ -63,8 +65,9 @@ class Handle:
         if config.enabled:
             require_contract(self._namespace, self._trainer.contract, config.skip_forwards)
             self._trainer.check(self._namespace)
-            if (config.log or config.probe_every) and is_first_rank():
-                self._log = Log(config.log)
+            if config.log or config.probe_every:
+                # Who writes is asked at each record: some trainers find out their rank inside `main`.
+                self._log = Log(config.log, is_checked=may_be_first_rank())
             session = make_session(config, self.stats, say_on_rank_zero, self._record)
             self._wrap(self._trainer.wrappers(self._namespace, session))
         # What needs the process group. Off is checked too: one rank with JAGG off among ranks with it on would deadlock.
@@ -131,7 +134,7 @@ class Handle:
         """At the end of a training step."""
         if record["probe"]:
             say_on_rank_zero(describe_probe(record))
-        if self._log is not None:
+        if self._log is not None and is_first_rank():
             run = {"jagg": __version__, "trainer": self._trainer.name, "group_size": self.config.group_size}
             run["aggregation"] = self.config.aggregation
             self._log.write(run | self._costs | record)
@@ -154,9 +157,11 @@ def make_session(config, stats=None, say=lambda line: None, write=lambda record:
     stats = Stats() if stats is None else stats
     probe = Probe(config, stats, say)
     routing = Routing(config, say, probe)
-    recorder = Recorder(stats, probe, write, waits=bool(config.log or config.probe_every))
-    # In this order: what counts, who reads the counts, what measures, who writes that down, who changes the next plan by it.
-    watchers = [stats, FirstUpdate(stats, say), probe, recorder, routing]
+    check = SelfCheck(config, say)
+    recorder = Recorder(stats, (probe, check), write, waits=bool(config.log or config.probe_every))
+    # In this order: who changes an update's plan, what counts, who reads the counts, what measures, who writes that down, who
+    # changes the next plan by it.
+    watchers = [LastBatch(say), stats, FirstUpdate(stats, say), check, probe, recorder, routing]
     return Session(config, routing, Schedule(config.schedule, say), Skipping(config, say), watchers)
 
 
@@ -170,7 +175,14 @@ def say_on_rank_zero(text):
 
 
 def is_first_rank():
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def may_be_first_rank():
+    """Before the process group is there, under SLURM: a file may be on the first node alone."""
+    return is_first_rank() and int(os.environ.get("SLURM_PROCID", "0") if "RANK" not in os.environ else 0) == 0
 
 
 def require_same_on_all_ranks(config):

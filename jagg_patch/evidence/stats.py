@@ -49,10 +49,14 @@ class Stats(Watcher):
 
 
 class Recorder(Watcher):
-    """Calls `write` with a record of each training step, a dict; `waits` for the GPU where somebody will read the seconds."""
+    """Calls `write` with a record of each training step, a dict; `waits` for the GPU where somebody will read the seconds.
 
-    def __init__(self, stats, probe, write, waits):
-        self._stats, self._probe, self._write, self._waits = stats, probe, write, waits
+    measuring: the probe and the self-check, whose seconds aren't the update's.
+    """
+
+    def __init__(self, stats, measuring, write, waits):
+        self._stats, self._write, self._waits = stats, write, waits
+        self._probe, self._check = measuring
         self._before = {}
 
     def forget(self, session):
@@ -89,8 +93,9 @@ class Recorder(Watcher):
                 "backward_passes_saved": counts["backward_passes_unpatched"] - counts["backward_passes"],
                 "forward_passes_saved": counts["skipped_forwards"],
                 "rollout_seconds": rollout_seconds,
-                "update_seconds": update_seconds - probe.seconds,
+                "update_seconds": update_seconds - probe.seconds - self._check.seconds,
                 "probe_seconds": probe.seconds,
+                "self_check_seconds": self._check.seconds,
                 "probe": probe.result,
             }
         )

@@ -26,6 +26,7 @@ from observe import Loop, model_output, recorded_steps
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 from jagg_patch import JaggConfig, install
+from jagg_patch.evidence.self_check import SelfCheck
 from jagg_patch.trainers import intercept
 
 sys.path.insert(0, str(Path(__file__).parent / "loop"))
@@ -102,6 +103,22 @@ def read_once(differences):
 
 
 intercept.differences = read_once(intercept.differences)
+
+
+checks = []  # what the self-checks have found: of each the relative error, and whether it is training's own gradient
+
+
+def watch_checks():
+    judge = SelfCheck._judge
+
+    def watched_judge(self, error, everyone):
+        checks.append((error, self._own is not None))
+        judge(self, error, everyone)
+
+    SelfCheck._judge = watched_judge
+
+
+watch_checks()
 
 
 def build(engine, cell, n_micro_steps):
@@ -219,8 +236,10 @@ def run_cell(name, cell):
     records["reference"] = run(build(name, cell, len(passes[0])), exact_windows)
     for label, settings in PATCHED.items():
         handle = install(vars(loop), config=JaggConfig(**{"frac": cell.frac} | settings))
+        checks.clear()
         try:
             records[label] = run(build(name, cell, n_micro_steps), windows) | {"stats": handle.stats.as_dict()}
+            records[label]["checks"] = list(checks)
         except Exception:
             records[label] = {"failed": traceback.format_exc()}
         finally:

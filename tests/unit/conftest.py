@@ -2,10 +2,12 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jagg_patch.evidence.self_check import SelfCheck
 from jagg_patch.install import Handle
 
 
@@ -33,3 +35,13 @@ def load_loop(tmp_path):
 def without_contract(monkeypatch):
     """The trainer's text isn't checked, so that what stands behind that check is: the one while it runs."""
     monkeypatch.setattr(sys.modules[Handle.__module__], "require_contract", lambda *args: None)
+
+
+@pytest.fixture
+def without_self_check(monkeypatch):
+    """For tests that count forwards and backward passes, of which the self-check has its own."""
+
+    def switched_off(config, say):
+        return SelfCheck(replace(config, self_check=False), say)
+
+    monkeypatch.setattr(sys.modules[Handle.__module__], "SelfCheck", switched_off)

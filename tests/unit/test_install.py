@@ -96,6 +96,7 @@ def test_the_same_steps_are_trained_in_trajectory_order_with_the_same_random_num
     assert torch.equal(patched_rng, rng)
 
 
+@pytest.mark.usefixtures("without_self_check")
 def test_group_size_two_is_exact_with_half_the_autograd_calls(load):
     _, expected, _ = run(load(), sampling_steps=9)
     module, model = load(), make_model()
@@ -106,6 +107,7 @@ def test_group_size_two_is_exact_with_half_the_autograd_calls(load):
     assert handle.stats.groups == 2 * 4 and len(passes) == 2 * 8
 
 
+@pytest.mark.usefixtures("without_self_check")
 @pytest.mark.parametrize("group_size", [3, 4, 5])
 @pytest.mark.parametrize("frac", [0.6, 1.0])
 @pytest.mark.parametrize("aggregation", ["interpolate", "endpoints"])
@@ -485,7 +487,7 @@ def test_autocast_around_the_loop_loses_no_gradient(load, schedule):
 
     # The rollout's casts would be kept too, and spoil the unpatched trainer as well.
     module = load("    shuffled = ", "    torch.clear_autocast_cache()\n    shuffled = ")
-    install(vars(module), config=JaggConfig(frac=1, schedule=schedule))
+    install(vars(module), config=JaggConfig(frac=1, schedule=schedule, self_check=False))  # which doesn't let this model pass
     gradients = []
     for cache in (True, False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):

@@ -61,6 +61,22 @@ def test_the_trainer_may_change_its_folder(tmp_path, monkeypatch):
     assert (tmp_path / "run.jsonl").read_text().count("\n") == 1
 
 
+def test_a_wandb_that_raises_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def fail(values, commit):
+        calls.append(values)
+        raise RuntimeError("broken pipe")
+
+    run = SimpleNamespace(define_metric=lambda *args, **kwargs: None, log=fail)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    log = Log(str(tmp_path / "run.jsonl"))
+    log.write(RECORD)
+    log.write(RECORD)
+    assert len(calls) == 1 and capsys.readouterr().out.count("wandb doesn't take JAGG's numbers: RuntimeError: broken pipe") == 1
+    assert (tmp_path / "run.jsonl").read_text().count("\n") == 2
+
+
 def test_without_a_path_only_wandb_gets_it_and_without_a_run_nobody(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []

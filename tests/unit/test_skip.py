@@ -27,6 +27,8 @@ from jagg_patch.method.cost import forward_passes
 from jagg_patch.method.folding import estimated_output
 from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD
 
+pytestmark = pytest.mark.usefixtures("without_self_check")
+
 FLUX, FLOW, SD = SHAPES = ("train_grpo_flux", "train_sd3_fast", "train_grpo_sd")
 SCHEDULES = {"joint": ENDPOINTS_FIRST, "sequential": LOOK_AHEAD}
 EPOCHS = 2  # rollouts; so many micro-batches come from one of them:

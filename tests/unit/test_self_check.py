@@ -1,0 +1,165 @@
+"""The self-check finds models whose backward doesn't wait, and changes nothing."""
+
+from functools import partial
+
+import models
+import pytest
+import torch
+from torch.testing import assert_close
+
+from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.evidence.self_check import SelfCheck
+
+FLUX = "train_grpo_flux"
+
+
+@pytest.fixture
+def trains(load_loop):
+    """`trains(model's class, pieces of the loop, settings)`: the gradients of two training steps; without settings unpatched."""
+
+    def run(model, pieces=(), optimizer=partial(torch.optim.SGD, lr=0.0), **settings):
+        module, model = load_loop(FLUX, *pieces), model()
+        if settings:
+            install(vars(module), config=JaggConfig(**{"frac": 1} | settings))
+        torch.manual_seed(1)
+        optimizer = optimizer(model.parameters())
+        gradients = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.train_one_step(module.make_args(), model, optimizer)
+            gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+        return torch.stack(gradients)
+
+    return run
+
+
+@pytest.fixture
+def verdicts(monkeypatch):
+    """What the checks have found: relative errors."""
+    found = []
+    judge = SelfCheck._judge
+    monkeypatch.setattr(SelfCheck, "_judge", lambda self, error, everyone: [found.append(error), judge(self, error, everyone)])
+    return found
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_it_is_silent_once_a_run_and_changes_no_bit(trains, verdicts, capsys, schedule, group_size):
+    settings = dict(schedule=schedule, group_size=group_size)
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    assert torch.equal(
+        trains(models.Plain, optimizer=adam, **settings), trains(models.Plain, optimizer=adam, self_check=False, **settings)
+    )
+    assert len(verdicts) == 1 and verdicts[0] < 1e-6
+    assert "self-check" not in capsys.readouterr().out
+
+
+def test_a_schedule_that_changes_is_checked_again(trains, verdicts, capsys):
+    trains(models.Plain, ("if (i + 1) % args.gradient_accumulation_steps == 0", "if True"), schedule="auto")
+    assert "JAGG: schedule joint from here on" in capsys.readouterr().out
+    assert len(verdicts) == 2 and max(verdicts) < 1e-6
+
+
+# How far the gradient is off without the check, of a training step with W=4.
+LATE = [
+    (models.RankMask, "joint", 0.1),
+    (models.RankMask, "sequential", 0.005),
+    (models.InOneBuffer, "joint", 0.1),
+    (models.InOneBuffer, "sequential", 0.1),
+]
+
+
+@pytest.mark.parametrize(("model", "schedule", "least"), LATE)
+def test_a_model_whose_backward_reads_what_a_later_forward_has_changed_is_stopped(trains, model, schedule, least):
+    with pytest.raises(JaggError, match="with each backward right after its forward") as error:
+        trains(model, schedule=schedule)
+    assert len(str(error.value).splitlines()) == 2
+    assert str(error.value).startswith("sample 0, visited step 0 (trajectory step 0): the group's gradient is ")
+    silent = trains(model, schedule=schedule, self_check=False)
+    assert relative(silent, trains(with_a_twin_for_each_forward(model), schedule=schedule, self_check=False)) > least
+
+
+def with_a_twin_for_each_forward(model):
+    """A class of the same function and weights, each graph of which has a module of its own."""
+
+    class Twins(model):
+        def forward(self, x):
+            twin = model()
+            for name, weight in self.named_parameters():
+                path, _, last = name.rpartition(".")
+                setattr(twin.get_submodule(path), last, weight)
+            return twin(x)
+
+    return Twins
+
+
+@pytest.mark.parametrize("model", [models.RankMask, models.InOneBuffer])
+def test_groups_of_two_in_the_sequential_schedule_are_right_with_such_a_model(trains, model):
+    assert_close(trains(model, schedule="sequential", group_size=2), trains(model), rtol=1e-4, atol=1e-6)
+    with pytest.raises(JaggError, match="right after its forward"):
+        trains(model, schedule="joint", group_size=2)
+
+
+@pytest.mark.parametrize("model", [models.SlicedRank, models.MovingScale])
+@pytest.mark.parametrize("schedule", ["joint", "sequential", "auto"])
+def test_what_torch_sees_of_it_is_said_in_jagg_s_words(trains, model, schedule):
+    """auto measures memory during the first group, and that must not hide it."""
+    with pytest.raises(JaggError, match="a later forward has changed what the backward of an endpoint") as error:
+        trains(model, schedule=schedule)
+    assert len(str(error.value).splitlines()) == 2 and error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_gradient_that_the_model_s_backward_adds_is_found(trains, schedule):
+    with pytest.raises(JaggError, match="backward adds a gradient of its own") as error:
+        trains(models.Injected, schedule=schedule)
+    assert str(error.value).startswith("sample 0, visited step 1 (trajectory step 1): ")
+    assert_close(trains(models.Injected, schedule=schedule, group_size=2), trains(models.Injected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_other_weights_in_the_middle_of_a_group_are_found(trains, schedule):
+    with pytest.raises(JaggError, match="depends on other weights than at the first step of its group") as error:
+        trains(models.InTheMiddle, schedule=schedule, frac=0.8)
+    assert str(error.value).startswith("sample 0, visited step 1 (trajectory step 1): ")
+
+
+@pytest.mark.usefixtures("without_contract")
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("loss.backward()", "loss.backward(); latents[i, step] = 0", "a forward gives something else when it is run again"),
+        ("loss.backward()", "(loss * float('nan')).backward()", "its gradient isn't finite"),
+    ],
+)
+def test_what_cannot_be_checked_is_said_once(trains, verdicts, capsys, old, new, why):
+    trains(models.Plain, (old, new), schedule="joint")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-check" in line]
+    assert line.startswith(f"JAGG: no self-check of a group: {why}") and verdicts == []
+
+
+def test_a_training_step_without_a_gradient_leaves_it_to_the_next(trains, verdicts):
+    none_at_first = "    global CALLS\n    CALLS = globals().get('CALLS', -1) + 1\n    advantages = CALLS * (rewards"
+    first, second = trains(models.Plain, ("    advantages = (rewards", none_at_first), schedule="joint")
+    assert not first.any() and second.any() and len(verdicts) == 1 and verdicts[0] < 1e-6
+
+
+def test_random_numbers_of_python_and_numpy_are_put_back(trains):
+    import random
+
+    import numpy
+
+    class Drawing(models.Plain):
+        def forward(self, x):
+            return self.net(x) * (1 + 0.1 * random.random() + 0.1 * numpy.random.rand())
+
+    def run(**settings):
+        random.seed(0)
+        numpy.random.seed(0)
+        return trains(Drawing, schedule="joint", **settings)
+
+    assert torch.equal(run(), run(self_check=False))

@@ -40,32 +40,39 @@ class Stopwatch:
 
 
 class Log:
-    """Appends to the file at `path`, where one is named. Raises `JaggError` if it can't be written to."""
+    """Appends to the file at `path`, where one is named. Raises `JaggError` if it `is_checked` and can't be written to."""
 
-    def __init__(self, path):
+    def __init__(self, path, is_checked=True):
         self._path = None
+        self._is_begun = self._wandb_has_failed = False
         self._defined_in = None  # the wandb run that knows our x axis
         if path:
             try:
                 self._path = Path(path).expanduser().absolute()  # the trainer may change its folder
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "ab+") as file:
-                    if file.tell():
-                        file.seek(-1, os.SEEK_END)
-                        if file.read() != b"\n":
-                            file.write(b"\n")  # after a line that a killed run left unfinished
+                if is_checked:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    open(self._path, "ab").close()
             except (OSError, RuntimeError, ValueError) as error:
                 raise JaggError(f"the log can't be written: {error}\ngive JAGG_LOG the path of a file, or unset it") from None
 
     def write(self, record):
         if self._path is not None:
             try:
-                with open(self._path, "a") as file:
-                    file.write(json.dumps(record) + "\n")
+                with open(self._path, "ab+") as file:
+                    if not self._is_begun and is_cut_off(file):
+                        file.write(b"\n")
+                    file.write(json.dumps(record).encode() + b"\n")
+                self._is_begun = True
             except OSError as error:
                 print(f"JAGG: the log can't be written any more: {error}\nthe run goes on without it", flush=True)
                 self._path = None
-        self._to_wandb(record)
+        if not self._wandb_has_failed:
+            try:
+                self._to_wandb(record)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                print(f"JAGG: wandb doesn't take JAGG's numbers: {why}\nthe run goes on without them", flush=True)
+                self._wandb_has_failed = True
 
     def _to_wandb(self, record):
         run = getattr(sys.modules.get("wandb"), "run", None)
@@ -81,3 +88,11 @@ class Log:
             values = cosines | values  # the run's own groups come first, and another split of the same W mustn't overwrite them
         # Not committed: the trainer's own steps go on as they are.
         run.log({f"jagg/{name}": value for name, value in values.items()}, commit=False)
+
+
+def is_cut_off(file):
+    """Whether a killed run has left its last line unfinished."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"

@@ -90,7 +90,9 @@ class Skipping(Watcher):
             self.doubts(f"the rollout calls the model with other inputs: its outputs are {shapes}")
         elif not self.policy_has_moved:
             error, size = ((rows.detach().float().flatten(1).norm(dim=1)) for rows in (recorded.to(output) - output, output))
-            if not (error <= SAME * size).all():
+            if not torch.isfinite(size).all():
+                self.doubts("a model output isn't finite (NaN or inf)")
+            elif not (error <= SAME * size).all():
                 difference = (error / size).max().item()
                 self.doubts(
                     f"the rollout's model outputs differ by {difference:.0%} from the training forward's before the policy moved "

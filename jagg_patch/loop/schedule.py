@@ -30,6 +30,8 @@ class Schedule(Watcher):
         """How the knots of the next group run their backward passes. All ranks get here after equally many groups and updates."""
         if engine.looks_for_unused_parameters:
             self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
+        if self.name == "auto" and any(parameter._backward_hooks for parameter in engine.parameters()):
+            self.settle("sequential", "a hook on a parameter's gradient would get both passes' at once")
         self._decide(engine.model)
         return Joint() if self.name == "joint" else Sequential()
 

@@ -256,6 +256,19 @@ def test_banner_only_on_rank_zero(load, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+def test_a_rank_that_is_found_out_later_writes_no_log(load, tmp_path, monkeypatch):
+    """Under SLURM some trainers set RANK inside `main`."""
+    monkeypatch.delenv("RANK", raising=False)
+    logs = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    for rank, log in enumerate(logs):
+        module = load()
+        install(vars(module), config=JaggConfig(log=str(log)))
+        monkeypatch.setenv("RANK", str(rank))
+        run(module)
+        monkeypatch.delenv("RANK")
+    assert [log.read_text().count("\n") for log in logs] == [1, 0]
+
+
 def test_an_optimizer_of_another_model_does_not_use_up_the_report(load, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     rollout = "    rewards, latents, log_probs, sigmas = sample_reference_model("

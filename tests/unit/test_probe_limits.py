@@ -2,8 +2,10 @@
 
 import json
 
+import models
 import pytest
 import torch
+from test_weights import SWITCHED_BY_LOOP
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.method.folding import weighted_sum
@@ -97,3 +99,24 @@ def test_a_weighted_sum_is_wider_than_half_precision_with_one_weight_a_step():
     grads = [torch.full([1, 4], 1.0, dtype=torch.float16)] * 3
     weights = torch.tensor([1 / 3, 1 / 3, 1 / 3])  # in fp16 they add up to 0.99976
     assert torch.equal(weighted_sum(grads, weights), grads[0])
+
+
+@pytest.mark.parametrize("pieces", [(), SWITCHED_BY_LOOP])
+@pytest.mark.parametrize("settings", [{"frac": 0}, {"frac": 1, "cuts": (5, 7), "group_size": 2}])
+def test_weights_that_are_trained_at_some_steps_only_are_left_as_they_were(load_loop, pieces, settings):
+    """The gradients of two training steps, and which weights are trained after each."""
+
+    def run(probe_every):
+        module = load_loop("train_grpo_flux", *pieces)
+        model = models.Plain() if pieces else models.SwitchedInside()
+        install(vars(module), config=JaggConfig(probe_every=probe_every, schedule="sequential", **settings))
+        torch.manual_seed(1)
+        optimizer, seen = torch.optim.Adam(model.parameters(), lr=0.1), []
+        for _ in range(2):
+            module.train_one_step(module.make_args(), model, optimizer)
+            seen += [weight.grad.clone() for weight in model.parameters()]
+            seen += [torch.tensor([weight.requires_grad for weight in model.parameters()])]
+            optimizer.zero_grad()
+        return seen + list(model.parameters())
+
+    assert all(torch.equal(*pair) for pair in zip(run(0), run(1), strict=True))

@@ -8,7 +8,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from . import git
+from . import git, module
 from .errors import Refused
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -58,7 +58,7 @@ class Change:
 
     def __init__(self, checkout, commits):
         self._checkout, self._commits = checkout, commits
-        self._new, self._old = (checkout.module.with_name(f"{checkout.module.name}.{age}") for age in ("new", "old"))
+        self._new, self._old = (module.beside(checkout, age) for age in ("new", "old"))
         self._received = []
 
     def __enter__(self):
@@ -105,8 +105,8 @@ class Change:
                 path.write_bytes(text)
                 _give(path, status)
                 os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        if checkout.exclude and checkout.exclude not in self._kept:
-            checkout.exclude.unlink(missing_ok=True)
+        if checkout.exclude and checkout.exclude not in self._kept and checkout.exclude.is_file():
+            checkout.exclude.unlink()
         shutil.rmtree(self._new, ignore_errors=True)
         if self._old.is_dir() or not self._had_module:
             shutil.rmtree(checkout.module, ignore_errors=True)

@@ -156,4 +156,6 @@ def main(arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
     except OSError as error:
-        sys.exit(f"apply.sh: {error}")
+        what = ": ".join(str(one) for one in (error.filename, error.strerror or error) if one is not None)
+        Refused(what, "make that possible, then try again").show()
+        sys.exit(1)

@@ -53,11 +53,19 @@ def state(checkout):
     return its if is_current(checkout) else f"{its}, stale: differs from this {version()}; ./apply.sh updates it"
 
 
+def beside(checkout, age):
+    """Where it is while it is put there (`new`), and while what it replaces may have to be put back (`old`)."""
+    return checkout.module.with_name(f"{checkout.module.name}.{age}")
+
+
 def require_room(checkout):
     """Refuse if it can't be put there or taken away."""
     for path in (checkout.module.parent, checkout.exclude):
         if path is not None and path.exists() and is_read_only(path):
             raise Refused(f"{path}: it is read-only, and has to change", "make it writable (chmod u+w)")
+    for path in (beside(checkout, "new"), beside(checkout, "old")):
+        if path.is_symlink() or path.is_file():
+            raise Refused(f"{path}: it has the name of a folder that is needed for a moment", "move it away, then try again")
 
 
 def require_no_other(checkout):
@@ -69,10 +77,10 @@ def require_no_other(checkout):
 def put(checkout):
     """Put it there as it is in this patch set. Within a `Change`, which takes care of what it replaces."""
     if not is_current(checkout):
-        _copy(f"{checkout.module}.new")
+        _copy(beside(checkout, "new"))
         if is_ours(checkout):
-            checkout.module.rename(f"{checkout.module}.old")
-        os.rename(f"{checkout.module}.new", checkout.module)
+            checkout.module.rename(beside(checkout, "old"))
+        beside(checkout, "new").rename(checkout.module)
     ignored = _ignored(checkout)
     if ignored is not None and _line(checkout) not in ignored:
         checkout.exclude.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +100,7 @@ def _copy(target):
 def remove(checkout):
     """Take it away. Within a `Change`."""
     if is_ours(checkout):
-        checkout.module.rename(f"{checkout.module}.old")
+        checkout.module.rename(beside(checkout, "old"))
     ignored, line = _ignored(checkout), _line(checkout)
     if ignored is None or line not in ignored:
         return

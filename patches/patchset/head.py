@@ -1,5 +1,7 @@
 """What a checkout has committed: all that the patches are made from."""
 
+import re
+
 from . import git
 from .contracts import CONTRACTS, modules
 from .errors import Refused
@@ -35,9 +37,21 @@ class Head:
         """The text of a module that a trainer imports, or None."""
         return modules(self.read, self._checkout.upstream.pin("module").rpartition("/")[0])(module)
 
-    def is_published(self):
-        """Whether a remote branch that the clone knows has it."""
-        return bool(git.output(self._checkout.directory, "branch", "--remotes", "--contains", "HEAD"))
+    def is_of(self, url):
+        """Whether a branch that the clone has fetched from there has it."""
+        directory, found = self._checkout.directory, []
+        remotes = git.output(directory, "config", "--get-regexp", "-z", r"^remote\..*\.url$") or ""
+        for key, _, value in (entry.partition("\n") for entry in remotes.split("\0")):
+            if _place(value) == _place(url):
+                name = key.removeprefix("remote.").removesuffix(".url")
+                found.append(git.output(directory, "for-each-ref", "--contains", "HEAD", f"refs/remotes/{name}/"))
+        return any(found)
+
+
+def _place(url):
+    """What is the same however a URL is written: by https or ssh, with a user or without, with .git or without."""
+    place = re.sub(r"^(\w+://)?([^/@]*@)?", "", url).replace(":", "/")
+    return place.rstrip("/").removesuffix(".git").lower()
 
 
 def contract_of(trainer, file):

@@ -31,16 +31,31 @@ def run(checkout, options):
         moved = _moved(checkout, head, lock)
         for trainer, one in moved.items():
             lock[trainer] = {"commit": head.commit, "symbols": one.symbols}
+    patches = {upstream.patch_file(trainer): one.patch for trainer, one in moved.items()}
+    write({**patches, upstream.lock_file: json.dumps(lock, indent=1) + "\n"})
+    obstacle = _pin_obstacle(checkout, head, lock)
+    if obstacle:
+        what, remedy = obstacle
+        print(f"{_pin_name(upstream)}: stays at {upstream.pin('commit')[:12]}: {what}\n  {remedy}")
+    else:
+        _pin(upstream, head.commit)
+
+
+def _pin_obstacle(checkout, head, lock):
+    """Why upstream's pin can't be the commit, and what would help; None if it can."""
+    upstream, again = checkout.upstream, f"./apply.sh --refresh {checkout.directory}"
+    if checkout.only:
+        return "--only never moves it", f"when the others are ready too: {again}"
     here = [trainer for trainer in upstream.trainers if head.read(upstream.file(trainer)) is not None]
     behind = sorted(trainer for trainer in here if lock.get(trainer, {}).get("commit") != head.commit)
     if behind:
-        print(f"the pin stays where it is, for these aren't refreshed: {', '.join(behind)}")
-    patches = {upstream.patch_file(trainer): one.patch for trainer, one in moved.items()}
-    write({**patches, upstream.lock_file: json.dumps(lock, indent=1) + "\n"})
-    if not behind:
-        _pin(upstream, head.commit)
-    if not head.is_published():
-        print("its commit is on no remote branch there: has upstream published it?")
+        return f"the commit has {', '.join(behind)}, and the folder hasn't", f"put that back (git restore), then {again}"
+    if not head.is_of(upstream.pin("url")):
+        return (
+            f"no branch that was fetched from {upstream.pin('url')} has {head.commit[:12]}",
+            "a fork's commit is never upstream's; if it is upstream's: git remote add, git fetch, then refresh again",
+        )
+    return None
 
 
 def _moved(checkout, head, lock):
@@ -59,7 +74,8 @@ def _moved(checkout, head, lock):
         found[trainer] = _move(patch, file, text, contract, head.find)
         print(f"  {file:40} {found[trainer].how}; {_what_changed(found[trainer].symbols, lock.get(trainer))}")
     if broken:
-        raise Refused("the contract is broken, so nothing was written", *broken, "name the others with --only")
+        advice = "name the others with --only" if found else "it may be no such checkout at all"
+        raise Refused("the contract is broken, so nothing was written", *broken, advice)
     if not found:
         raise Refused("it has none of the trainers committed")
     return found
@@ -90,8 +106,12 @@ def _what_changed(symbols, locked):
     return f"changed: {', '.join(changed)}" if changed else "nothing that is relied on changed"
 
 
+def _pin_name(upstream):
+    return str(upstream.pin_file.relative_to(ROOT))
+
+
 def _pin(upstream, commit):
-    name = upstream.pin_file.relative_to(ROOT)
-    if not git.succeeds(ROOT, "config", "--file", str(name), "upstream.commit", commit):
+    name = _pin_name(upstream)
+    if not git.succeeds(ROOT, "config", "--file", name, "upstream.commit", commit):
         raise Refused(f"{name} can't be written: the pin of {upstream.name} has to be {commit}")
     print(f"{name}: {upstream.name} is at {commit}")

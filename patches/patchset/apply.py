@@ -77,6 +77,6 @@ def _commit(checkout, trainers, loose):
         path = checkout.path(trainer)
         replace(path, take_out(checkout.patch(trainer), path.read_bytes()))
     require_unedited(checkout, loose)
-    patches = [str(checkout.upstream.patch_file(trainer)) for trainer in trainers]
-    if patches and not git.passes_on(checkout.directory, *checkout.apply_command("am", "--quiet"), *patches):
+    command = checkout.apply_command("am", "--quiet")
+    if trainers and not git.passes_on(checkout.directory, *command, input=checkout.patch(*trainers)):
         raise Refused(f"{checkout.directory}: git am refused the patches (its reason stands above)", "apply without --commit")

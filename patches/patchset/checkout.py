@@ -5,6 +5,7 @@ from pathlib import Path
 
 from . import git
 from .errors import Refused
+from .mail import ended_as
 from .upstreams import UPSTREAMS, upstreams_in
 
 
@@ -55,7 +56,11 @@ class Checkout:
 
     def patch(self, *trainers):
         """Their patches as one text: git apply writes nothing unless every hunk of its input fits."""
-        return b"".join(self.upstream.patch_file(trainer).read_bytes() for trainer in trainers)
+        return b"".join(ended_as(self.upstream.patch_file(trainer).read_bytes(), self._text(trainer)) for trainer in trainers)
+
+    def _text(self, trainer):
+        path = self.path(trainer)
+        return path.read_bytes() if path.is_file() else b""
 
     def apply_command(self, *name):
         """git apply or git am, which without --directory skip every file of a checkout inside another repository."""

@@ -121,8 +121,6 @@ def _misfit(checkout, trainer):
     lines = text.split(b"\n")
     if any(line + b"\r" in lines for line in below):
         return "its lines end in CRLF; convert it (dos2unix), then apply again"
-    if lines[-1] and lines[-1] in below:
-        return "its last line lacks the newline; add it"
     wanted = " ".join(b" ".join(below).decode().split())
     return (
         f"the line before which the hook goes ('{wanted}') was changed; where the contract holds, ./apply.sh --refresh finds"

@@ -17,6 +17,12 @@ def lines_of(text):
     return list(io.StringIO(text))
 
 
+def ended_as(patch, text):
+    """The patch (bytes) for a file whose text ends in no newline: where the last line is the hunk's, git has to be told."""
+    last = text.rpartition(b"\n")[2]
+    return re.sub(rb"(?m)^( %b\n)(?=-- $)" % re.escape(last), rb"\1\\ No newline at end of file\n", patch) if last else patch
+
+
 def patched(text, patch, file):
     """`text` with `patch` applied; None if it doesn't fit."""
     with tempfile.TemporaryDirectory() as folder:
@@ -24,7 +30,7 @@ def patched(text, patch, file):
         path.parent.mkdir(parents=True)
         path.write_bytes(os.fsencode(text))
         git.run(folder, "init", "--quiet")
-        done = git.run(folder, *git.PLAIN, "apply", "-", input=patch.encode())
+        done = git.run(folder, *git.PLAIN, "apply", "-", input=ended_as(patch.encode(), os.fsencode(text)))
         return None if done.returncode else os.fsdecode(path.read_bytes())
 
 
@@ -56,11 +62,9 @@ def _hunks(file, before, after):
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag == "equal":
             continue
-        below = before[i2 : i2 + 1]
+        below = [line.removesuffix("\n") + "\n" for line in before[i2 : i2 + 1]]  # `ended_as` tells git of a last one
         if not all(line.endswith("\n") and not line.endswith("\r\n") for line in (*before[i1:i2], *below)):
-            raise Refused(
-                f"{file}: a line at the hook ends in CRLF, or the last one in nothing", "convert it (dos2unix) and commit that"
-            )
+            raise Refused(f"{file}: a line at the hook ends in CRLF", "convert it (dos2unix) and commit that")
         found.append(f"@@ -{i1 + 1},{i2 - i1 + len(below)} +{j1 + 1},{j2 - j1 + len(below)} @@\n")
         marked = (("-", before[i1:i2]), ("+", after[j1:j2]), (" ", below))
         found += [mark + line for mark, lines in marked for line in lines]

@@ -24,7 +24,7 @@ class Checkout:
         if is_top and done.returncode:
             raise Refused(f"{given}: git can't read it", os.fsdecode(done.stderr).rstrip("\n"))
         self.directory = Path(os.path.realpath(given))
-        self.exclude = self.directory / exclude if is_top else None  # not that of a repository around it
+        self.exclude = self.directory / exclude if exclude else None  # it may be that of a repository around it
         self.module = self.directory / self.upstream.pin("module")
 
     @property

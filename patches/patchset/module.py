@@ -106,17 +106,19 @@ def remove(checkout):
         return
     worktrees = git.output(checkout.directory, "worktree", "list", "--porcelain") or ""  # which share the file
     for tree in re.findall("^worktree (.*)", worktrees, re.MULTILINE):
-        if os.path.isdir(os.path.join(tree, checkout.upstream.pin("module"))):
+        if os.path.isdir(os.path.join(tree, checkout.prefix, checkout.upstream.pin("module"))):
             return
     checkout.exclude.write_bytes(b"\n".join(other for other in ignored if other != line))
 
 
 def _line(checkout):
-    return f"/{checkout.upstream.pin('module')}/".encode()
+    """A pattern, from the repository's top on, for its path alone."""
+    prefix = re.sub(r"[\\*?[]", r"\\\g<0>", checkout.prefix)
+    return os.fsencode(f"/{prefix}{checkout.upstream.pin('module')}/")
 
 
 def _ignored(checkout):
-    """The lines of the exclude file, without their ends; None if the checkout is in no repository of its own."""
+    """The lines of the exclude file, without their ends; None if the checkout is in no repository."""
     if checkout.exclude is None:
         return None
     return checkout.exclude.read_bytes().split(b"\n") if checkout.exclude.is_file() else [b""]

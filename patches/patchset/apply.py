@@ -22,9 +22,11 @@ class Plan(NamedTuple):
 def plan(checkout, options):
     """What is to be done; refused if there is a trainer for which it can't be."""
     found = states(checkout)
-    for trainer, (contract, says) in verdicts(checkout).items():
-        if found[trainer] in (APPLIED, READY) and contract != "holds":
-            found[trainer] = f"the contract is {contract}: {'; '.join(says)}"
+    for trainer, verdict in verdicts(checkout).items():
+        if found[trainer] in (APPLIED, READY) and verdict.contract != "holds":
+            found[trainer] = f"the contract is {verdict.contract}: {'; '.join(verdict.says)}"
+        elif verdict.contract == "broken":
+            found[trainer] = "; ".join([found[trainer], *verdict.besides(has_hook(checkout, trainer))])
     if not all_can_be(found):
         report(checkout, found, "not applied", file=sys.stderr)
         raise Refused(

@@ -2,7 +2,7 @@
 
 from . import module
 from .errors import Refused
-from .hooks import states
+from .hooks import has_hook, states
 from .report import absent, all_can_be, row
 from .verdicts import Verdict, verdicts
 
@@ -12,7 +12,7 @@ def run(checkout, options):
     found, on_contracts = states(checkout), verdicts(checkout)
     row("trainer", f"{'patch':8} {'contract':9} what differs, and what it means")
     for trainer, state in found.items():
-        _rows(checkout.file(trainer), state, on_contracts.get(trainer, Verdict("unknown", [])))
+        _rows(checkout.file(trainer), state, on_contracts.get(trainer, Verdict("unknown", [])), has_hook(checkout, trainer))
     absent(checkout)
     row(checkout.upstream.pin("module"), module.state(checkout))
     for line in checkout.upstream.pins("unsupported"):
@@ -28,9 +28,9 @@ def run(checkout, options):
     module.require_no_other(checkout)
 
 
-def _rows(file, state, verdict):
+def _rows(file, state, verdict, is_hooked):
     says = verdict.says
     if not all_can_be({file: state}):
-        says, state = [state, *(line for line in says if line)], "refused"
+        says, state = [state, *verdict.besides(is_hooked)], "refused"
     for number, line in enumerate(says or [""]):
         row(*([file, f"{state:8} {verdict.contract:9} {line}"] if number == 0 else ["", f"{'':18} {line}"]))

@@ -13,6 +13,11 @@ class Verdict(NamedTuple):
     contract: str
     says: list
 
+    def besides(self, is_hooked):
+        """Its lines beside the reason why the patch doesn't go in: where both fail, the name may be all that fits."""
+        doubt = [] if is_hooked else ["the contract is broken as well, so it may be no such trainer at all"]
+        return [*(doubt if self.contract == "broken" else []), *filter(None, self.says)]
+
 
 def verdicts(checkout):
     """`{trainer: Verdict}`, of those that are there."""

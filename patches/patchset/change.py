@@ -5,10 +5,11 @@ import os
 import shutil
 import signal
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import git, module
+from .checkout import give
 from .errors import Refused
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -38,16 +39,10 @@ def replace(path, text):
     try:
         with open(descriptor, "wb") as file:
             file.write(text)
-        _give(new, old)
+        give(new, old, old.st_mode)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
-
-
-def _give(path, status):
-    with suppress(OSError):  # only root may give files away
-        os.chown(path, status.st_uid, status.st_gid)
-    path.chmod(status.st_mode & 0o7777)
 
 
 class Change:
@@ -91,9 +86,10 @@ class Change:
             os.kill(os.getpid(), number)
 
     def keep_modes(self, trainers):
-        """git gives a file its default mode."""
+        """git gives a file its default mode, and whoever runs it."""
         for path in map(self._checkout.path, trainers):
-            path.chmod(self._kept[path][1].st_mode & 0o7777)
+            status = self._kept[path][1]
+            give(path, status, status.st_mode)
 
     def _read_head(self):
         return git.output(self._checkout.directory, "rev-parse", "HEAD")
@@ -103,7 +99,7 @@ class Change:
         for path, (text, status) in self._kept.items():
             if not path.is_file() or path.read_bytes() != text:
                 path.write_bytes(text)
-                _give(path, status)
+                give(path, status, status.st_mode)
                 os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         if checkout.exclude and checkout.exclude not in self._kept and checkout.exclude.is_file():
             checkout.exclude.unlink()

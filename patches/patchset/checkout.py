@@ -1,6 +1,7 @@
 """A checkout or unpacked tarball of an upstream: its trainers, and what git knows of it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from . import git
@@ -100,6 +101,13 @@ def require_own_trainers(given, upstream, only):
         raise Refused(
             f"{given}: {upstream.pin('folder')} has no {' '.join(others)}", f"its trainers are {' '.join(upstream.trainers)}"
         )
+
+
+def give(path, owner, mode):
+    """Give the file at `path` to the owner that the stat result `owner` names, and that mode."""
+    with suppress(OSError):  # only root may give files away
+        os.chown(path, owner.st_uid, owner.st_gid)
+    os.chmod(path, mode & 0o7777)
 
 
 def is_read_only(path):

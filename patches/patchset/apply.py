@@ -47,7 +47,7 @@ def plan(checkout, options):
 def run(checkout, options):
     """Do it, and say so."""
     todo, loose = plan(checkout, options)
-    with Change(checkout, options.commit) as change:
+    with Change(checkout, checkout.trainers, options.commit) as change:
         module.put(checkout)
         if options.commit:
             _commit(checkout, todo, loose)

@@ -46,13 +46,13 @@ def replace(path, text):
 
 
 class Change:
-    """What is done `with` it to the trainers, the module and the exclude file of a checkout, and if `commits` to its HEAD.
+    """What is done `with` it to those `trainers`, the module and the exclude file of a checkout, and if `commits` to its HEAD.
 
     A signal waits until git has ended, and then for all to be put back.
     """
 
-    def __init__(self, checkout, commits):
-        self._checkout, self._commits = checkout, commits
+    def __init__(self, checkout, trainers, commits):
+        self._checkout, self._trainers, self._commits = checkout, trainers, commits
         self._new, self._old = (module.beside(checkout, age) for age in ("new", "old"))
         self._received = []
 
@@ -61,7 +61,7 @@ class Change:
             if path.is_dir():  # of a run that was killed
                 shutil.rmtree(path)
         checkout = self._checkout
-        paths = [*map(checkout.path, checkout.trainers), *([checkout.exclude] if checkout.exclude else [])]
+        paths = [*map(checkout.path, self._trainers), *([checkout.exclude] if checkout.exclude else [])]
         self._kept = {path: (path.read_bytes(), path.stat()) for path in paths if path.is_file()}
         self._head = self._read_head() if self._commits else None
         self._had_module = os.path.lexists(checkout.module)
@@ -116,5 +116,5 @@ class Change:
         directory = self._checkout.directory
         git.run(directory, "am", "--quit")
         git.passes_on(directory, "update-ref", "HEAD", self._head.strip())
-        for trainer in self._checkout.trainers:
+        for trainer in self._trainers:
             git.run(directory, "reset", "--quiet", "--", self._checkout.file(trainer))

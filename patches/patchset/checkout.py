@@ -47,6 +47,11 @@ class Checkout:
         """Whether something is at its path."""
         return os.path.lexists(self.path(trainer))
 
+    def others(self):
+        """The names of the other Python files beside the trainers; `file` and `path` take them too."""
+        names = sorted(path.stem for path in self.module.parent.glob("*.py"))
+        return [name for name in names if name not in self.upstream.trainers]
+
     def absent(self):
         """The upstream's trainers that it doesn't have, unless some were named."""
         return [] if self.only else [trainer for trainer in self.upstream.trainers if not self.has(trainer)]

@@ -7,7 +7,11 @@ from . import git
 from .checkout import is_read_only
 
 HOOK = b"jagg_patch.install(globals()"  # the contract's, which takes longer to load
-APPLIED, READY = "applied", "ready"
+APPLIED, READY, LINKED = "applied", "ready", "linked"
+EDITED = (
+    "the hook is there but was edited, or is another version's: take its lines out by hand, or with the version that put"
+    " them there (to keep an edit: patches/README.md, 3)"
+)
 
 
 def lines_of(text):
@@ -63,10 +67,32 @@ def take_out(patch, text):
     return b"".join(lines[:start] + lines[end:])
 
 
+def patch_in(checkout, name, text):
+    """The patch whose lines are in the text: a trainer's own, in a copy of one any; None if there is none, whole and once."""
+    trainers = [name] if name in checkout.upstream.trainers else checkout.upstream.trainers
+    return next((patch for patch in map(checkout.patch, trainers) if place(patch, text)), None)
+
+
 def has_hook(checkout, trainer):
     """Whether there is any, of whatever version."""
     path = checkout.path(trainer)
     return path.is_file() and HOOK in path.read_bytes()
+
+
+def copies(checkout):
+    """For each other file beside the trainers that has the hook: `APPLIED`, `LINKED`, or why it can't be taken out.
+
+    `LINKED` leads to a file beside the trainers, whose hook it is.
+    """
+    return {name: _copied(checkout, name) for name in checkout.others() if has_hook(checkout, name)}
+
+
+def _copied(checkout, name):
+    path, target = checkout.path(name), checkout.path(name).resolve()
+    if path.is_symlink():
+        is_there = target.parent == checkout.module.parent.resolve() and target.suffix == ".py"
+        return LINKED if is_there else f"a link to {target}, in another folder: take the hook out there, or the link away"
+    return APPLIED if patch_in(checkout, name, path.read_bytes()) else EDITED
 
 
 def states(checkout):
@@ -103,12 +129,7 @@ def _obstacle(checkout, trainer):
         return "git has left a conflict in it; resolve that first (git status)"
     if HOOK not in text:
         return None
-    if place(checkout.patch(trainer), text):
-        return APPLIED
-    return (
-        "the hook is there but was edited, or is another version's: take its lines out by hand, or with the version that put"
-        " them there (to keep an edit: patches/README.md, 3)"
-    )
+    return APPLIED if patch_in(checkout, trainer, text) else EDITED
 
 
 def _ready(checkout, trainer):
@@ -123,6 +144,6 @@ def _misfit(checkout, trainer):
         return "its lines end in CRLF; convert it (dos2unix), then apply again"
     wanted = " ".join(b" ".join(below).decode().split())
     return (
-        f"the line before which the hook goes ('{wanted}') was changed; where the contract holds, ./apply.sh --refresh finds"
-        " its place (patches/README.md)"
+        f"the line before which the hook goes ('{wanted}') was changed or isn't there; where the contract holds,"
+        " ./apply.sh --refresh finds its place (patches/README.md)"
     )

@@ -1,5 +1,6 @@
 """Adapters: one module per shape of training loop, one table row per trainer."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import JaggError
@@ -8,12 +9,30 @@ from . import dancegrpo, dancegrpo_sd, flow_grpo
 TRAINERS = dancegrpo.TRAINERS | dancegrpo_sd.TRAINERS | flow_grpo.TRAINERS
 
 
-def find_trainer(namespace):
-    """The adapter of the trainer whose module globals `namespace` is. Raises `JaggError` when there is none."""
-    name = Path(namespace.get("__file__") or namespace.get("__name__", "?")).stem
-    if name not in TRAINERS:
+@dataclass(frozen=True)
+class Unknown:
+    """A file of a name that no adapter has: JAGG can be off in it, and refuses to start."""
+
+    name: str
+
+    in_main = False
+
+    @property
+    def contract(self):
+        """Asked for where JAGG is on."""
         raise JaggError(
-            f"no adapter for the trainer {name!r}: known are {', '.join(TRAINERS)}\n"
-            "remove the hook from this file, or add a row to the table in jagg_patch/trainers (README.md there: Adding a trainer)"
+            f"no adapter for the trainer {self.name!r}: known are {', '.join(TRAINERS)}\n"
+            "give the file one of these names, train with JAGG_ENABLED=0, or take the hook out of it (a new trainer:"
+            " jagg_patch/trainers/README.md)"
         )
-    return TRAINERS[name]
+
+    def start(self, namespace, begin):
+        """Nothing begins in it."""
+        return {}
+
+
+def find_trainer(namespace):
+    """The adapter of the trainer whose module globals `namespace` is: by its file's name, or by the one that a link leads to."""
+    file = Path(namespace.get("__file__") or namespace.get("__name__", "?"))
+    names = [file.stem, file.resolve().stem]
+    return next((TRAINERS[name] for name in names if name in TRAINERS), Unknown(file.stem))

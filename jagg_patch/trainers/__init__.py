@@ -32,7 +32,7 @@ class Unknown:
 
 
 def find_trainer(namespace):
-    """The adapter of the trainer whose module globals `namespace` is: by its file's name, or by the one that a link leads to."""
+    """The adapter of the trainer whose module globals `namespace` is: by its file's name, or that of what a link leads to."""
     file = Path(namespace.get("__file__") or namespace.get("__name__", "?"))
     names = [file.stem, file.resolve().stem]
     return next((TRAINERS[name] for name in names if name in TRAINERS), Unknown(file.stem))

@@ -23,7 +23,9 @@ def plan(checkout, options):
     found = states(checkout) | ({} if checkout.only else copies(checkout))
     for name, state in found.items():
         if has_hook(checkout, name) and state not in (APPLIED, LINKED):
-            raise Refused(f"{checkout.path(name)}: {state}", "nothing was changed; to leave it out, name the others with --only")
+            raise Refused(
+                f"{checkout.path(name)}: {state}", "nothing was changed; to leave it out, name the others with --only"
+            )
     applied = [name for name in found if found[name] == APPLIED]
     for path in map(checkout.path, applied):
         if is_read_only(path):

@@ -261,8 +261,9 @@ def snapshot(top, all_of_git=False):
 
 def hooked(source):
     context = PARSE if PARSE in source else RUN
-    assert source.count(context) == 1
-    return source.replace(context, HOOKS[context] + context)
+    hook, line = HOOKS[context], context.removesuffix("\n")  # which the file's end may lack
+    assert source.count(line) == 1
+    return source.replace(line, hook + line)
 
 
 def trainers_in(entries):
@@ -384,6 +385,23 @@ def test_users_edits_survive_the_round_trip(checkout):
     assert snapshot(checkout) == before
 
 
+@pytest.mark.parametrize("files", [FILES, FLOW_FILES], ids=FOLDERS)
+@pytest.mark.parametrize("commit", [(), ("--commit",)], ids=["plain", "commit"])
+def test_a_last_line_without_a_newline_stays_without(tmp_path, files, commit):
+    """Where it is the one that the hook goes before."""
+    checkout = write_upstream(tmp_path / "checkout", files)
+    (checkout / files[-1]).write_text(source_of(files[-1]).removesuffix("\n"))
+    git(checkout, "init", "-q")
+    commit_all(checkout)
+    before = snapshot(checkout)
+    assert re.search(rf"{files[-1]} +ready +holds", run_apply("--check", checkout))
+    run_apply(*commit, checkout)
+    assert_applied(checkout, before)
+    run_apply(*commit, checkout)
+    run_apply("--reverse", *commit, checkout)
+    assert snapshot(checkout) == before
+
+
 def test_modes_survive(checkout):
     """Checkouts shared by a group are writable for it."""
     for file in FILES:
@@ -417,9 +435,43 @@ def test_tarball_inside_another_repository(tmp_path, outer, argument):
     before, outer_git = snapshot(inner), snapshot(tmp_path / outer / ".git", all_of_git=True)
     run_apply(argument, cwd=tmp_path)
     assert_applied(inner, before)
+    git(inner, "check-ignore", "-q", MODULE)
+    changed = snapshot(tmp_path / outer / ".git", all_of_git=True)
+    assert [name for name in changed if changed[name] != outer_git[name]] == ["info/exclude"]
     run_apply("--reverse", argument, cwd=tmp_path)
     assert snapshot(inner) == before
     assert snapshot(tmp_path / outer / ".git", all_of_git=True) == outer_git
+
+
+@pytest.mark.parametrize("name", ["DanceGRPO", "a b/[x]*? c", "!back\\slash "])
+def test_inside_another_repository_git_ignores_the_module_and_nothing_else(tmp_path, name):
+    outer = tmp_path / "outer"
+    inner, other = write_upstream(outer / name), write_upstream(outer / "other")
+    (outer / "a b/x c/fastvideo/jagg_patch").mkdir(parents=True)
+    git(outer, "init", "-q")
+    commit_all(outer)
+    run_apply(inner)
+    run_apply(other)
+    git(inner, "check-ignore", "-q", MODULE)
+    (outer / "a b/x c/fastvideo/jagg_patch/mine.py").touch()  # what the name as a pattern fits
+    untracked = git(outer, "ls-files", "--others", "--exclude-standard")
+    assert untracked == "a b/x c/fastvideo/jagg_patch/mine.py\n"
+    run_apply("--reverse", inner)
+    git(other, "check-ignore", "-q", MODULE)
+    run_apply("--reverse", other)
+    assert "jagg" not in (outer / ".git/info/exclude").read_text()
+    assert git(outer, "ls-files", "--others", "--modified", "--exclude-standard") == untracked
+
+
+def test_reverse_in_a_worktree_of_another_repository_leaves_the_module_of_the_other_ignored(tmp_path):
+    write_upstream(tmp_path / "outer/inner")
+    git(tmp_path / "outer", "init", "-q")
+    commit_all(tmp_path / "outer")
+    git(tmp_path / "outer", "worktree", "add", "-q", tmp_path / "tree")
+    for outer in ("outer", "tree"):
+        run_apply(tmp_path / outer / "inner")
+    run_apply("--reverse", tmp_path / "tree/inner")
+    git(tmp_path / "outer/inner", "check-ignore", "-q", MODULE)
 
 
 def test_worktree_round_trip(checkout, tmp_path):
@@ -558,6 +610,17 @@ def test_the_checkout_one_stands_in_has_to_be_named(checkout):
     for action in ([], ["--check"], ["--reverse"]):
         assert f"to mean it, name it ({ROOT}/apply.sh … .)" in run_apply(*action, cwd=checkout, status=2)
     assert snapshot(checkout) == before
+
+
+@pytest.mark.parametrize("link", ["bin/jagg", "../apply", "apply link"])
+def test_through_a_link_to_it(checkout, tmp_path, link):
+    (tmp_path / "here/bin").mkdir(parents=True)
+    (tmp_path / "here" / link).symlink_to(os.path.relpath(ROOT / "apply.sh", (tmp_path / "here" / link).parent))
+    (tmp_path / "here/second").symlink_to(link)
+    for name in (link, "second"):
+        command = ["sh", "-c", '"$0" --status "$1"', f"./{name}", checkout]
+        done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, timeout=60)
+        assert done.stdout.count("not applied") == len(FILES), done.stderr
 
 
 def ends_silently(checkout, **options):
@@ -869,6 +932,54 @@ def test_an_interrupted_commit_is_undone(checkout, applied):
     assert len(subjects(checkout)) == len(FILES) + 1
 
 
+@pytest.mark.parametrize("only", [(), ("--only", TRAINERS[0])], ids=["all", "only"])
+@pytest.mark.parametrize("when", ["written", "half written"])
+def test_a_reverse_that_was_killed_before_its_commit_is_finished(checkout, tmp_path, only, when):
+    """SIGKILL, which can't be undone: HEAD has the hooks, the files have none."""
+    before = snapshot(checkout)
+    run_apply("--commit", checkout)
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    stand_in = f'case "$*" in *"commit --quiet"*) kill -9 $PPID; exit 1 ;; esac\nexec {shutil.which("git")} "$@"\n'
+    run_apply("--reverse", "--commit", *only, checkout, status=-signal.SIGKILL, env=path_with(tmp_path, "git", stand_in))
+    assert git(checkout, "rev-parse", "HEAD").strip() == head and (checkout / FILES[0]).read_text() == PARSING_SOURCE
+    if when == "half written":
+        git(checkout, "checkout", "-q", FILES[0])
+    n_taken = 1 if only else len(FILES)
+    assert f"taken out of {n_taken} trainer(s)" in run_apply("--reverse", "--commit", *only, checkout)
+    assert git(checkout, "status", "--porcelain") == ""
+    assert git(checkout, "diff", "--name-only", head).split() == sorted(FILES)[:n_taken]
+    run_apply("--reverse", "--commit", checkout)
+    assert snapshot(checkout) == before
+
+
+def test_a_copy_s_reverse_that_was_killed_before_its_commit_is_finished(checkout):
+    run_apply("--commit", checkout)
+    copy = checkout / "fastvideo/my_flux.py"
+    shutil.copy(checkout / FILES[0], copy)
+    commit_all(checkout, "mine")
+    copy.write_text(PARSING_SOURCE)  # as such a run leaves it
+    run_apply("--reverse", "--commit", checkout)
+    assert git(checkout, "status", "--porcelain") == "" and copy.read_text() == PARSING_SOURCE
+
+
+def test_a_plain_reverse_can_be_committed_afterwards(checkout):
+    before = snapshot(checkout)
+    run_apply("--commit", checkout)
+    run_apply("--reverse", checkout)
+    assert "git commit" in run_apply("--reverse", checkout)
+    run_apply("--reverse", "--commit", checkout)
+    assert snapshot(checkout) == before and git(checkout, "status", "--porcelain") == ""
+
+
+def test_edits_beside_a_hook_that_is_out_are_not_committed_with_it(checkout):
+    run_apply("--commit", checkout)
+    run_apply("--reverse", checkout)
+    edit(checkout / FILES[0], "default=3", "default=5")
+    head = git(checkout, "rev-parse", "HEAD")
+    assert_refused(checkout, "--reverse", "--commit", says=[FILES[0], "changes of yours"])
+    assert git(checkout, "rev-parse", "HEAD") == head
+
+
 def test_reverse_commit_undoes_all_if_a_git_hook_refuses(checkout):
     run_apply("--commit", checkout)
     refuse = checkout / ".git/hooks/pre-commit"
@@ -951,6 +1062,38 @@ def test_of_no_upstream(tmp_path, action):
     assert_refused(directory, *action, says=["neither", str(directory), *ALL_FILES["dancegrpo"], *ALL_FILES["flow_grpo"]])
 
 
+NOT_OURS = """\
+import argparse
+
+
+def main(args):
+    print(args)
+
+
+if __name__ == "__main__":
+    main(argparse.ArgumentParser().parse_args())
+"""
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("action", [(), ("--check",)], ids=["apply", "--check"])
+def test_of_another_repository_with_a_trainer_s_file_name(tmp_path, action, end):
+    """What the contract misses is told, and that it may be no such trainer at all."""
+    directory = tmp_path / "other/scripts"
+    directory.mkdir(parents=True)
+    (directory / "train_sd3.py").write_bytes(NOT_OURS.replace("\n", end).encode())
+    printed = assert_refused(directory.parent, *action, says=["scripts/train_sd3.py ", "no function compute_log_prob"])
+    assert "it may be no such trainer at all" in printed and "app.run" in printed
+
+
+@pytest.mark.parametrize("action", [(), ("--check",)], ids=["apply", "--check"])
+def test_an_edited_hook_is_a_trainer_s(checkout, action):
+    change_hook(0)(checkout, FILES)
+    edit(checkout / FILES[0], "            loss.backward()\n", "")
+    printed = assert_refused(checkout, *action, says=["the hook is there but was edited", "no backward()"])
+    assert "no such trainer" not in printed
+
+
 @pytest.mark.parametrize("action", [(), ("--check",), ("--status",), ("--reverse",), ("--only", "train_sd3")])
 def test_of_both_upstreams(checkout, action):
     (checkout / "scripts").mkdir()
@@ -1001,10 +1144,6 @@ def convert_long_file(top, files):
     file.write_text((file.read_text() + "# more\n" * 50_000).replace("\n", "\r\n"))
 
 
-def end_without_newline(top, files):
-    (top / files[-1]).write_text(source_of(files[-1]).removesuffix("\n"))
-
-
 CONTEXT = {
     FILES[0]: "('args = parser.parse_args()')",
     FILES[-1]: "('app.run(main)')",
@@ -1019,7 +1158,6 @@ REFUSALS = {  # what is done to a checkout; which of its files is refused, if it
     "link at the module": (link_module, None, "jagg_patch: something else"),
     "link in place of a trainer": (link_trainer, 0, "symbolic link"),
     "CRLF": (convert_long_file, 0, "CRLF"),
-    "no newline after the last line": (end_without_newline, -1, "lacks the newline"),
 }
 
 
@@ -1137,8 +1275,9 @@ def test_bad_usage(checkout, args, says):
 @pytest.mark.parametrize("action", [(), ("--only", "train_sd3"), ("--help",)], ids=["apply", "--only", "--help"])
 def test_without_git(checkout, tmp_path, action):
     (tmp_path / "bin").mkdir()
-    for name, command in {"sh": shutil.which("sh"), "dirname": shutil.which("dirname"), "python3": sys.executable}.items():
-        (tmp_path / "bin" / name).symlink_to(command)
+    for name in ("sh", "dirname", "readlink"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
     before, is_help = snapshot(checkout), action == ("--help",)
     printed = run_apply(*action, checkout, status=0 if is_help else 1, env={"PATH": str(tmp_path / "bin")})
     assert ("usage" if is_help else "git is not installed") in printed

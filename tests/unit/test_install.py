@@ -766,3 +766,50 @@ def test_a_file_that_is_no_known_trainer_is_refused():
         install({"__file__": "/x/train_grpo_unknown.py"})
     with pytest.raises(SystemExit, match="no adapter for the trainer 'train_grpo_unknown'"):
         install({"__file__": "/x/train_grpo_unknown.py", "__name__": "__main__"})
+
+
+@pytest.mark.parametrize("has_parser", [False, True], ids=["no parser", "parser"])
+def test_off_leaves_a_file_of_any_name_alone(load, tmp_path, monkeypatch, capsys, has_parser):
+    monkeypatch.setenv("JAGG_ENABLED", "0")
+    module = load()
+    module.__file__ = str(tmp_path / "my_flux.py")
+    before = dict(vars(module))
+    parser = argparse.ArgumentParser() if has_parser else None
+    handle = install(vars(module), parser)
+    if has_parser:
+        assert parser.parse_args(["--jagg_frac", "0.5"]).jagg_enabled is False
+        assert "my_flux: off" in capsys.readouterr().out
+    handle.uninstall()
+    assert vars(module) == before
+
+
+def test_a_flag_turns_a_file_of_any_name_on_and_off(load, tmp_path, monkeypatch):
+    module = load()
+    module.__file__ = str(tmp_path / "my_flux.py")
+    for env, flags, is_off in (("1", [], False), ("0", ["--jagg_enabled", "1"], False), ("1", ["--jagg_enabled", "0"], True)):
+        monkeypatch.setenv("JAGG_ENABLED", env)
+        parser = argparse.ArgumentParser()
+        handle = install(vars(module), parser)
+        if is_off:
+            assert parser.parse_args(flags).jagg_enabled is False
+        else:
+            with pytest.raises(SystemExit, match="no adapter for the trainer 'my_flux'"):
+                parser.parse_args(flags)
+        handle.uninstall()
+
+
+def test_a_link_to_a_trainer_is_that_trainer(load, tmp_path):
+    expected = load()
+    install(vars(expected), config=JaggConfig())
+    module = load()
+    module.__file__ = str(tmp_path / "my_flux.py")
+    (tmp_path / "my_flux.py").symlink_to("train_grpo_flux.py")
+    install(vars(module), config=JaggConfig())
+    assert torch.equal(run(module)[1], run(expected)[1])
+
+
+def test_a_trainer_that_is_a_link_to_a_file_of_another_name_stays_that_trainer(load, tmp_path):
+    module = load()
+    (tmp_path / "train_grpo_flux.py").rename(tmp_path / "shared.py")
+    (tmp_path / "train_grpo_flux.py").symlink_to("shared.py")
+    install(vars(module), config=JaggConfig()).uninstall()

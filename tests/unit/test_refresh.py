@@ -10,6 +10,7 @@ from test_apply import (  # noqa: F401, fixtures among them
     HOOKS,
     PARSE,
     ROOT,
+    RUN,
     assert_applied,
     assert_refused,
     checkout,
@@ -28,6 +29,15 @@ from test_apply import (  # noqa: F401, fixtures among them
 
 FLUX = FILES[0]
 STEP = "def grpo_one_step(latents, pre_latents, transformer, timesteps, i, sigma_schedule):"
+
+
+URLS = {"dancegrpo": "https://github.com/XueZeyue/DanceGRPO", "flow_grpo": "https://github.com/yifan123/flow_grpo"}
+
+
+def publish(directory, url=URLS["dancegrpo"], remote="origin"):
+    """As if the last commit had been fetched from there."""
+    git(directory, "config", f"remote.{remote}.url", url)
+    git(directory, "update-ref", f"refs/remotes/{remote}/main", "HEAD")
 
 
 @pytest.fixture
@@ -58,23 +68,18 @@ def test_a_refresh_pins_the_commit_and_keeps_the_messages(full_checkout, upstrea
     patches = patch_set / "patches" / upstream
     before = {patch.name: message(patch) for patch in patches.glob("*.patch")}
     untouched = snapshot(full_checkout)
+    publish(full_checkout, URLS[upstream])
     printed = run_apply("--refresh", full_checkout, patch_set=patch_set)
     commit = git(full_checkout, "rev-parse", "HEAD").strip()
     assert f"patches/{upstream}/pin.ini: {upstream} is at {commit}" in printed
-    assert "on no remote branch" in printed
     assert f"+++ b/patches/{upstream}/lock.json" in printed and f".patch\n+++ b/patches/{upstream}/" in printed
     assert git(patch_set, "config", "--file", f"patches/{upstream}/pin.ini", "upstream.commit").strip() == commit
     assert {patch.name: message(patch) for patch in patches.glob("*.patch")} == before
     assert snapshot(full_checkout) == untouched
     checked = run_apply("--check", full_checkout, patch_set=patch_set)
     assert checked.count(" ready    holds\n") == len(before) and "changed" not in checked
-    git(full_checkout, "update-ref", "refs/remotes/origin/main", "HEAD")
     printed = run_apply("--refresh", full_checkout, patch_set=patch_set)  # again: nothing left to do
-    assert (
-        "on no remote branch" not in printed
-        and printed.count("nothing that is relied on changed") == len(before)
-        and "@@" not in printed
-    )
+    assert printed.count("nothing that is relied on changed") == len(before) and "@@" not in printed
     run_apply(full_checkout, patch_set=patch_set)
     assert_applied(full_checkout, untouched)
 
@@ -319,13 +324,95 @@ def test_another_repository_s_commit_is_not_pinned(tmp_path, patch_set):  # noqa
     assert snapshot(patch_set) == before
 
 
-def test_a_part_of_the_trainers_does_not_move_the_pin(checkout, patch_set):  # noqa: F811
+def test_only_never_moves_the_pin(checkout, patch_set):  # noqa: F811
+    pin = patch_set / "patches/dancegrpo/pin.ini"
+    before = pin.read_text()
+    publish(checkout)
+    for trainers in (["train_grpo_flux"], ["train_grpo_flux_lora", "train_grpo_sd"]):
+        args = [word for trainer in trainers for word in ("--only", trainer)]
+        printed = run_apply("--refresh", *args, checkout, patch_set=patch_set)
+        assert "patches/dancegrpo/pin.ini: stays at 15cc71d53cc2" in printed and "--only" in printed
+        assert pin.read_text() == before
+    run_apply("--refresh", checkout, patch_set=patch_set)
+    assert git(checkout, "rev-parse", "HEAD").strip() in pin.read_text()
+
+
+def test_the_pin_waits_for_a_trainer_that_is_only_committed(checkout, patch_set):  # noqa: F811
     pin = (patch_set / "patches/dancegrpo/pin.ini").read_text()
-    printed = run_apply("--refresh", "--only", "train_grpo_flux", checkout, patch_set=patch_set)
-    assert "the pin stays where it is, for these aren't refreshed: train_grpo_flux_lora, train_grpo_sd" in printed
+    publish(checkout)
+    (checkout / FILES[1]).unlink()
+    printed = run_apply("--refresh", checkout, patch_set=patch_set)
+    assert "stays at 15cc71d53cc2" in printed and "train_grpo_flux_lora" in printed
     assert (patch_set / "patches/dancegrpo/pin.ini").read_text() == pin
-    run_apply("--refresh", "--only", "train_grpo_flux_lora", "--only", "train_grpo_sd", checkout, patch_set=patch_set)
-    assert git(checkout, "rev-parse", "HEAD").strip() in (patch_set / "patches/dancegrpo/pin.ini").read_text()
+
+
+@pytest.mark.parametrize("args", [(), ("--only", "train_grpo_flux")], ids=["all", "only"])
+@pytest.mark.parametrize(
+    "remotes",
+    [
+        {},
+        {"origin": "https://github.com/somebody/DanceGRPO"},
+        {"origin": "git@github.com:XueZeyue/DanceGRPO-fork.git", "mine": "/srv/DanceGRPO"},
+    ],
+    ids=["none", "a fork", "several"],
+)
+def test_a_fork_s_commit_is_never_pinned(checkout, patch_set, args, remotes):  # noqa: F811
+    """Nor where upstream's own remote is there too, which is behind."""
+    before = (patch_set / "patches/dancegrpo/pin.ini").read_text()
+    publish(checkout, remote="upstream")
+    git(checkout, "commit", "-q", "--allow-empty", "-m", "fork")
+    for remote, url in remotes.items():
+        publish(checkout, url, remote)
+    printed = run_apply("--refresh", *args, checkout, patch_set=patch_set)
+    assert "patches/dancegrpo/pin.ini: stays at 15cc71d53cc2" in printed
+    assert args or URLS["dancegrpo"] in printed and "fetch" in printed
+    assert (patch_set / "patches/dancegrpo/pin.ini").read_text() == before
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    assert commit in (patch_set / "patches/dancegrpo/lock.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://github.com/XueZeyue/DanceGRPO.git",
+        "https://github.com/XueZeyue/DanceGRPO/",
+        "https://somebody@github.com/xuezeyue/dancegrpo",
+        "git@github.com:XueZeyue/DanceGRPO.git",
+        "ssh://git@github.com/XueZeyue/DanceGRPO.git",
+    ],
+)
+def test_upstream_s_remote_is_known_however_it_is_written(checkout, patch_set, url):  # noqa: F811
+    publish(checkout, url, "of.up/stream")
+    printed = run_apply("--refresh", checkout, patch_set=patch_set)
+    assert f"dancegrpo is at {git(checkout, 'rev-parse', 'HEAD').strip()}" in printed
+
+
+def test_a_patch_is_refreshed_from_a_file_without_a_last_newline(checkout, patch_set):  # noqa: F811
+    """It fits files of either end."""
+    trainer, start = checkout / FILES[-1], "    app.run(main, 3)"
+    text = trainer.read_text().replace("    app.run(main)\n", start)
+    trainer.write_text(text)
+    commit_all(checkout)
+    assert "the hook is anchored anew" in run_apply("--refresh", checkout, patch_set=patch_set)
+    assert "No newline" not in (patch_set / "patches/dancegrpo/train_grpo_sd.patch").read_text()
+    for end in ("", "\n"):
+        trainer.write_text(text + end)
+        before = snapshot(checkout)
+        run_apply(checkout, patch_set=patch_set)
+        assert trainer.read_text() == text.replace(start, f"{HOOKS[RUN]}{start}") + end
+        if not end:
+            assert "as in its patch" in run_apply("--export", "--only", "train_grpo_sd", checkout, patch_set=patch_set)
+        run_apply("--reverse", checkout, patch_set=patch_set)
+        assert snapshot(checkout) == before
+
+
+def test_a_refresh_where_no_contract_holds_says_that_it_may_be_none(tmp_path, patch_set):  # noqa: F811
+    other = write_upstream(tmp_path / "other", [FLUX])
+    (other / FLUX).write_text("print()\n")
+    git(other, "init", "-q")
+    commit_all(other)
+    says = ["the contract is broken, so nothing was written", "it may be no such checkout at all"]
+    assert_refused(other, "--refresh", says=says, patch_set=patch_set)
 
 
 def test_what_is_not_a_hook_is_not_exported(checkout, patch_set):  # noqa: F811

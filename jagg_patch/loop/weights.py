@@ -60,17 +60,14 @@ class SameWeights(Watcher):
         return [weight.requires_grad for weight in self._weights], [weight._version for weight in self._weights]
 
     def _reach(self, visit, output):
-        """The weights that the graph of a knot's `output` reaches, by their identity."""
+        """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""
         key = id(visit.step.model), tuple(visit.timesteps.tolist()), tuple(self._trained)
         if len(self._reached_at) == MOST_KEPT:
             self._reached_at.clear()
         if self._walks and key not in self._reached_at:
-            nodes = list(graph_nodes([output]))
-            ends = [node for node in nodes if is_weight(node)]
+            ends, entrances, self._reached_at[key] = weights_reached(output)
             if visit.place.opens:
-                self._ends = ends
-                self._entrances = [node for node in nodes if any(is_weight(next_) for next_, _ in node.next_functions)]
-            self._reached_at[key] = frozenset(id(node.variable) for node in ends)  # as weights_reached()
+                self._ends, self._entrances = ends, entrances
         return self._reached_at.get(key)
 
     def gradient_comes(self, session, interval, place, ready):
@@ -107,8 +104,19 @@ class SameWeights(Watcher):
 
 
 def weights_reached(output):
-    """The weights that a backward from `output` reaches, by their identity."""
-    return frozenset(id(node.variable) for node in graph_nodes([output]) if is_weight(node))
+    """What a backward from `output` reaches: the nodes that add up weights' gradients, those before them, and which weights.
+
+    The last as a set of identities, each with the number of a part: FSDP1 keeps a block's weights in one, and splits it.
+    """
+    nodes = list(graph_nodes([output]))
+    ends = [node for node in nodes if is_weight(node)]
+    entrances = {}
+    for node in nodes:
+        found = [id(next_.variable) for next_, _ in node.next_functions if is_weight(next_)]
+        if found:
+            entrances[node] = found
+    parts = {(weight, part) for node in nodes for next_, part in node.next_functions for weight in entrances.get(next_, ())}
+    return ends, list(entrances), frozenset(parts | {(id(node.variable), None) for node in ends})
 
 
 def is_weight(node):

@@ -170,7 +170,7 @@ def test_a_run_with_frac_auto_logs_what_its_report_reads(patched, tmp_path):
     command += f" --micro_batch_size 2 --max_train_steps 3 --output_dir {tmp_path / 'out'}"
     settings = {"JAGG_FRAC": "auto", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": str(log)}
     printed = forked(2, patched / "fastvideo/train_grpo_flux.py", *command.split(), cwd=patched, env=settings)
-    assert "probe: every 1 training steps, one sample on every rank, 39 forwards for" in printed  # (9 + 2 * 2) * 3
+    assert "probe: every 1 training steps, one sample on every rank, 44 forwards for" in printed  # (9 + 2 * 2) * 3 + 3 + 2
     assert printed.count("JAGG: probe at training step") == 3
     assert printed.count("JAGG: 2 of 2 groups are routed from here on, 1 before") == 1
     records = [json.loads(line) for line in log.read_text().splitlines()]

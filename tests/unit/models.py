@@ -98,6 +98,17 @@ class InOneBuffer(torch.nn.Module):
         return torch.cat([self.Layer.apply(row[None], self.weight, self.kept) for row in self.down(x).tanh()])
 
 
+class Scaled(Plain):
+    """A buffer in the graph that stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full([2], 0.9))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
 class MovingScale(Plain):
     """A buffer in the graph that each forward changes in place."""
 

@@ -152,7 +152,7 @@ def test_the_readme_s_table_of_settings_is_the_configuration_s():
     defaults = {f"`JAGG_{name.upper()}`": value for name, value in JaggConfig().as_dict().items()}
     for name, value in defaults.items():
         default = str(int(value)) if isinstance(value, bool) else str(value)
-        assert shown.pop(name) == (f"`{default}`" if default else "none"), name
+        assert shown.pop(name) == ("none" if value in ("", ()) else f"`{default}`"), name
     assert not shown
 
 

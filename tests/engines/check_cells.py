@@ -1,0 +1,70 @@
+"""Runs under torchrun: models that don't suit groups, on one engine after another, each rank with its own samples.
+
+usage: torchrun ... check_cells.py OUT; writes OUT/rank{N}.pt, `{(engine, model, schedule): what stopped it, or None}`. The tests
+that read them are in test_self_check.py.
+"""
+
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from engines import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from unit import models
+
+from jagg_patch import JaggConfig, JaggError, install
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/loop"))
+import train_grpo_flux as loop  # noqa: E402
+
+N_RANKS = 2
+ENGINES = {
+    "none": lambda model: model,
+    "DDP": DistributedDataParallel,
+    "DDP, no broadcast": partial(DistributedDataParallel, broadcast_buffers=False),
+    "DDP, unused": partial(DistributedDataParallel, find_unused_parameters=True),
+    "FSDP1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+    "FSDP2": fully_shard,
+}
+WEIGHTS = "Experts", "SwitchedInside", "InTheMiddle"  # which not all forwards use, so that DDP has to look for unused ones
+OTHERS = "Plain", "RankMask", "InOneBuffer", "Injected", "Scaled"
+CELLS = [
+    (engine, model, schedule)
+    for engine in ENGINES
+    for model in (*WEIGHTS, *OTHERS)
+    for schedule in ("joint", "sequential")
+    if not engine.startswith("DDP") or (model in WEIGHTS and schedule == "sequential") == (engine == "DDP, unused")
+    if not (model in WEIGHTS and engine in ("DDP", "DDP, no broadcast"))
+    if (engine, model) != ("FSDP1", "SwitchedInside")  # whose forward has views of its weights, not them
+]
+
+
+def run(engine, model, schedule):
+    torch.manual_seed(0)
+    model = ENGINES[engine](getattr(models, model)())
+    torch.manual_seed(10 + dist.get_rank())
+    handle = install(vars(loop), config=JaggConfig(frac=0.8, schedule=schedule))
+    try:
+        loop.train_one_step(loop.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except JaggError as error:
+        return str(error)
+    finally:
+        handle.uninstall()
+
+
+def main(out):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    found = {cell: run(*cell) for cell in CELLS}
+    torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""The self-check and the comparison of weights on two ranks with different samples, engine by engine (check_cells.py).
+
+In one process tests/unit has it. That it stays silent over the matrix is in test_matrix.py.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from check_cells import CELLS, N_RANKS
+from launch import forked
+
+LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
+STOPPED = {
+    "Plain": None,
+    "Scaled": None,
+    "Experts": "which weights the model's output depends on changes in the group that began at sample 0, visited step 4",
+    "SwitchedInside": "which weights (are trained|the model's output depends on).* changes in the group",
+    "InTheMiddle": "the model's output depends on other weights than at the first step of its group",
+    "RankMask": LATE,
+    "InOneBuffer": LATE,
+    "Injected": "the model's backward adds a gradient of its own",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("checks")
+    forked(N_RANKS, Path(__file__).parent / "check_cells.py", out, cwd=out)
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(N_RANKS)]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=", ".join)
+def test_every_rank_stops_with_the_same_message_or_none(ranks, cell):
+    engine, model, _ = cell
+    (said, *others), match = [rank[cell] for rank in ranks], STOPPED[model]
+    assert others == [said]
+    if match is None and said is not None:
+        # Up to torch 2.6 a broadcast of buffers counts as a change of them.
+        assert (engine, model) == ("DDP", "Scaled") and torch.__version__ < "2.7"
+        match = "pass broadcast_buffers=False to DDP, or run with JAGG_ENABLED=0"
+    assert (said is None) == (match is None)
+    if said is not None:
+        assert len(said.splitlines()) == 2
+        assert re.search(match, said)

@@ -7,14 +7,14 @@ from .tree import FUNCTIONS
 WITHOUT_GRADIENT = ("no_grad", "inference_mode", "set_grad_enabled(False)", "set_grad_enabled(mode=False)")
 
 
-def training_calls(source, function, name):
-    """Calls by `name`, or by a name with `name` as an argument, in `function` itself where gradients are recorded."""
+def training_calls(source, function, *names):
+    """Calls by one of `names`, or by a name with one as an argument, in `function` itself where gradients are recorded."""
     return [
         node
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and (node.func.id == name or any(isinstance(one, ast.Name) and one.id == name for one in node.args))
+        and any(isinstance(one, ast.Name) and one.id in names for one in (node.func, *node.args))
         and source.around(node, FUNCTIONS)[0] is function
         and not any(
             word in ast.unparse(item.context_expr)

@@ -10,7 +10,7 @@ class Contract:
     `loop` is the function that has it. It calls `rollout`, and then `forward` once in every pass of an innermost `for` loop,
     whose variable selects the argument `step` of that call (a parameter's name, or a position where `forward` is no function of
     the trainer's); a `backward()` follows in the same loop. `permutation` is the variable in `loop` that orders the steps, and
-    `permuted_loops` how many loops run between it and the forward. `forward` calls `solver` once.
+    `permuted_loops` how many loops run between it and the forward. `forward` calls one of the `solvers` once.
     """
 
     loop: str
@@ -18,7 +18,7 @@ class Contract:
     forward: str
     step: str | int
     hook: tuple  # the calls, one of them, before whose statement it stands
-    solver: str | None = None
+    solvers: tuple = ()
     permutation: str | None = None
     permuted_loops: int = 2  # over the samples, over the steps
     steps_optimizer: bool = False  # in the loop over steps, where accelerate counts
@@ -32,7 +32,7 @@ DANCEGRPO = Contract(
     forward="grpo_one_step",
     step="timesteps",
     hook=("parser.parse_args", "parser.parse_known_args"),
-    solver="flux_step",
+    solvers=("flux_step",),
     permutation="perms",
     parameters={
         "train_one_step": ("args",),
@@ -62,7 +62,7 @@ FLOW_GRPO = Contract(
     forward="compute_log_prob",
     step="j",
     hook=("app.run",),
-    solver="sde_step_with_logprob",
+    solvers=("sde_step_with_logprob",),
     steps_optimizer=True,
     parameters={
         "main": (),

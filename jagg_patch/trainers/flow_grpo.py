@@ -91,8 +91,9 @@ class FlowGrpoTrainer:
             for where in (namespace, pipeline):
                 for function, parameters in contract.skipping.items():
                     require_parameters(where, function, parameters, without="JAGG_SKIP_FORWARDS=0")
-            recorded = wrap.solver_step(pipeline[contract.solver], session, "sample")
-            around_rollout.append(functools.partial(wrap.replaced, pipeline, contract.solver, recorded))
+            for name in contract.solvers:
+                recorded = wrap.solver_step(pipeline[name], session, "sample")
+                around_rollout.append(functools.partial(wrap.replaced, pipeline, name, recorded))
 
         def require_fit(accelerator, prepared=()):  # where DeepSpeed may still change how many steps it accumulates
             wrap.require_fit(accelerator, self.steps(flags.config).visited, session.config)
@@ -101,7 +102,7 @@ class FlowGrpoTrainer:
             "main": wrap.whole_main(namespace["main"], session, plan),
             contract.rollout: wrap.within(namespace[contract.rollout], *around_rollout),
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
-            contract.solver: wrap.solver_step(namespace[contract.solver], session, "sample"),
+            **{name: wrap.solver_step(namespace[name], session, "sample") for name in contract.solvers},
         }
         if "eval" in namespace:
             wrapped["eval"] = wrap.within(namespace["eval"], session.evaluation)

@@ -522,7 +522,8 @@ def test_another_name_is_a_change_of_the_contract_alone(load_loop, monkeypatch, 
     for old, new in renamed.items():
         text = text.replace(f"{old}(", f"{new}(")
     module = load_loop(FLUX, TEXT, f"{text}\n\ndef train_one_step(*args):\n    return policy_train_one_step(*args)\n")
-    names = {field: renamed[getattr(DANCEGRPO, field)] for field in ("loop", "rollout", "forward", "solver")}
+    names = {field: renamed[getattr(DANCEGRPO, field)] for field in ("loop", "rollout", "forward")}
+    names["solvers"] = tuple(renamed[name] for name in DANCEGRPO.solvers)
     parameters, skipping = (
         {renamed.get(name, name): wanted for name, wanted in wanted_of.items()}
         for wanted_of in (DANCEGRPO.parameters, DANCEGRPO.skipping)

@@ -182,7 +182,7 @@ def forward_in_a_while(trainer):
 BROKEN = {
     "step renamed": (lambda t: rename_parameter(t, t.contract.forward, t.contract.step, "now"), "has no parameter"),
     "solver's parameter renamed": (
-        lambda t: rename_parameter(t, t.contract.solver, "model_output", "output"),
+        lambda t: rename_parameter(t, t.contract.solvers[0], "model_output", "output"),
         "has no parameter model_output",
     ),
     "forward moved": (lambda t: split_off(t, t.contract.forward), "comes from trainer_parts now"),
@@ -212,7 +212,7 @@ BROKEN = {
 HARMLESS = {
     "parameter added": add_parameter,
     "parameters reordered": reorder_parameters,
-    "solver in another module": lambda trainer: split_off(trainer, trainer.contract.solver),
+    "solver in another module": lambda trainer: split_off(trainer, trainer.contract.solvers[0]),
     "a log of the place and the loss": put_before_backward("if {place} == 0:\n    seen = []\nseen.append({loss}.item())"),
 }
 
@@ -220,9 +220,7 @@ HARMLESS = {
 def suits(trainer, change):
     """Whether there is something to change so: not all have a solver step of their own, or a permutation."""
     contract = trainer.contract
-    if "solver" in change and (
-        contract.solver is None or contract.solver not in {getattr(n, "name", None) for n in trainer.tree.body}
-    ):
+    if "solver" in change and not set(contract.solvers) & {getattr(n, "name", None) for n in trainer.tree.body}:
         return False
     if (
         "step" in change and "renamed" in change or change == "forward moved" or "parameter" in change

@@ -47,11 +47,11 @@ def _yields(definition):
 
 
 def check_solver(source, contract):
-    if not contract.solver or contract.forward not in source.defined:
+    if not contract.solvers or contract.forward not in source.defined:
         return
-    calls = training_calls(source, source.defined[contract.forward], contract.solver)
+    calls = training_calls(source, source.defined[contract.forward], *contract.solvers)
     if not calls or may_both_run(source, calls):
         yield Difference(
-            f"{contract.forward}() calls {contract.solver}() in {len(calls)} places",
+            f"{contract.forward}() calls {' or '.join(contract.solvers)}() in {len(calls)} places",
             "that call is where JAGG stands in for the model's output, once a step",
         )

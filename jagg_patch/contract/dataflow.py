@@ -9,6 +9,7 @@ import ast
 from collections import Counter
 from typing import NamedTuple
 
+from .conditions import consequences, follows, negated, parsed
 from .tree import COMPREHENSIONS, LOOPS, TRIES
 
 CHANGING = ("append", "appendleft", "extend", "insert", "add", "update", "pop", "popleft", "setdefault")  # and add_()
@@ -25,6 +26,26 @@ class Assignment(NamedTuple):
     names: set
     sources: list
     builds: bool = False
+
+
+class True_(NamedTuple):
+    """A condition that is true from here on."""
+
+    test: str
+
+
+class Meaning(NamedTuple):
+    """A variable that is true where the condition `test` is."""
+
+    name: str
+    test: str
+
+
+class SetWhere(NamedTuple):
+    """A variable that has been set if all of the conditions `tests` are true."""
+
+    name: str
+    tests: frozenset
 
 
 def is_variable(node):
@@ -170,7 +191,7 @@ class Pass:
 def _read(node, done, found):
     """Add to `found` the variables that are read before `node` has surely set them, given those `done`; returns what is then.
 
-    Among `done` are pairs as well: conditions that all have to be true, and a variable that is set then.
+    Among `done` is what is known of conditions as well: `True_`, `Meaning` and `SetWhere`.
     """
     if isinstance(node, list):
         for one in node:
@@ -182,7 +203,7 @@ def _read(node, done, found):
         if not isinstance(node, ast.Name) and not done.intersection(variables(node)):
             _read(node.value, done, found)
         if isinstance(node.ctx, ast.Store):
-            return done | targets(node)
+            return {one for one in done if not _is_about(one, targets(node))} | targets(node)
         if not done.intersection(variables(node)):
             found |= targets(node)
         return done
@@ -192,14 +213,13 @@ def _read(node, done, found):
         for inner in ast.iter_child_nodes(node):
             _read(inner, done | own, found)
         return done | {node.name} if hasattr(node, "name") else done
-    tests = _conditions(node)
+    tests = _tests(node)
     ends = {}  # by the fields that are blocks; None for one that the pass doesn't go on from
     # Not in the order of the fields: what is assigned is read before it is set, and that before the blocks.
     last = ("target", "targets", "optional_vars", *BLOCKS)
     for name, value in sorted(ast.iter_fields(node), key=lambda item: last.index(item[0]) if item[0] in last else -1):
         if name in BLOCKS:
-            known = {pair[1] for pair in done if isinstance(pair, tuple) and pair[0] <= tests.get(name, frozenset())}
-            ends[name] = _end(value, done | known, found)
+            ends[name] = _end(value, _given(done, tests.get(name)), found)
         elif name in ("handlers", "cases"):
             ends[name] = [_end(branch.body, done, found) for branch in value]
         elif isinstance(value, (ast.AST, list)):
@@ -208,20 +228,62 @@ def _read(node, done, found):
     if isinstance(node, (ast.With, ast.AsyncWith, *LOOPS)):
         return ends["body"] or done  # a loop within the pass is taken to run
     if isinstance(node, (ast.If, ast.IfExp)):
-        pairs = {(tests[block], name) for block in tests for name in (ends[block] or done) - done if isinstance(name, str)}
-        return _meet([ends["body"], ends["orelse"]], done) | pairs
+        known = {one for name in tests for one in _set_where(tests[name], getattr(node, name), done, ends[name])}
+        return _meet([ends["body"], ends["orelse"]], done) | known
     if isinstance(node, TRIES):
         whole = None if None in (ends["body"], ends["orelse"]) else ends["body"] | ends["orelse"]
         return _meet([whole, *ends["handlers"]], done) | (ends["finalbody"] or set())
+    if isinstance(node, ast.Assign):
+        names = {name for target in node.targets if isinstance(target, ast.Name) for name in targets(target)}
+        done = done | {Meaning(name, ast.unparse(node.value)) for name in names if not _mentions(node.value, names)}
     return done
 
 
-def _conditions(node):
-    """Of the branches of an `if`: what is true in them."""
-    if not isinstance(node, (ast.If, ast.IfExp)):
-        return {}
-    both = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
-    return {"body": frozenset(map(ast.unparse, both)), "orelse": frozenset([f"not {ast.unparse(node.test)}"])}
+def _tests(node):
+    """What is true in the branches of an `if`, by their names."""
+    return {"body": node.test, "orelse": negated(node.test)} if isinstance(node, (ast.If, ast.IfExp)) else {}
+
+
+def _mentions(node, names):
+    return any(is_variable(part) and names.intersection(variables(part)) for part in ast.walk(node))
+
+
+def _is_about(known, names):
+    """Whether what is known of a condition is of an earlier value of one of the variables `names`."""
+    if isinstance(known, str):
+        return False
+    tests = known.tests if isinstance(known, SetWhere) else [known.test]
+    return isinstance(known, Meaning) and known.name in names or any(_mentions(parsed(test), names) for test in tests)
+
+
+def _given(done, test):
+    """`done`, and what follows where `test` is true, or None."""
+    if test is None:
+        return done
+    meanings = {one.name: one.test for one in done if isinstance(one, Meaning)}
+    true = consequences(test, meanings).union(
+        *(consequences(parsed(one.test), meanings) for one in done if isinstance(one, True_))
+    )
+    names = {
+        one.name
+        for one in done
+        if isinstance(one, SetWhere) and all(follows(parsed(condition), true, meanings) for condition in one.tests)
+    }
+    return done | names | set(map(True_, true))
+
+
+def _set_where(test, block, done, end):
+    """What is known after a branch, that ends with `end`, of the variables that it has set: under which conditions it has."""
+    block = block if isinstance(block, list) else [block]
+    stores = {name for inner in block for one in assignments(ast.walk(inner)) for name in one.names}
+    if end is None or _mentions(test, stores):
+        return set()
+    tests = frozenset([ast.unparse(test)])
+    return {
+        SetWhere(one, tests) if isinstance(one, str) else one._replace(tests=one.tests | tests)
+        for one in end - done
+        if isinstance(one, (str, SetWhere))
+    }
 
 
 def _end(block, done, found):

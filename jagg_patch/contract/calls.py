@@ -25,6 +25,19 @@ def training_calls(source, function, *names):
     ]
 
 
+def argument_of(call, parameter, definition):
+    """What `call` gives `parameter`, a name or a position, of the function with that `definition`, or None; None if nothing."""
+    named = [keyword.value for keyword in call.keywords if keyword.arg == parameter]
+    if named:
+        return named[0]
+    position = parameter
+    if isinstance(position, str):
+        arguments = definition.args if definition is not None else None
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)] if arguments else []
+        position = names.index(parameter) if parameter in names else len(call.args)
+    return call.args[position] if position < len(call.args) else None
+
+
 def backwards(tree):
     """Calls of `….backward()`."""
     return [

@@ -21,6 +21,7 @@ class Contract:
     solvers: tuple = ()
     permutation: str | None = None
     permuted_loops: int = 2  # over the samples, over the steps
+    permuted_step: str | None = None  # the parameter of `forward` that is given the step as an element of `permutation`
     steps_optimizer: bool = False  # in the loop over steps, where accelerate counts
     parameters: dict = field(default_factory=dict)  # of functions, by name
     skipping: dict = field(default_factory=dict)  # what skipped forwards need as well
@@ -34,6 +35,7 @@ DANCEGRPO = Contract(
     hook=("parser.parse_args", "parser.parse_known_args"),
     solvers=("flux_step",),
     permutation="perms",
+    permuted_step="i",
     parameters={
         "train_one_step": ("args",),
         "sample_reference_model": ("args",),

@@ -2,13 +2,15 @@
 
 import ast
 
+from ..behind import behind, loop_over_steps, values_of
 from ..branches import may_both_run
-from ..calls import training_calls
+from ..calls import argument_of, training_calls
 from ..dataflow import targets
 from ..difference import Difference
-from ..tree import COMPREHENSIONS, FUNCTIONS, LOOPS
+from ..tree import COMPREHENSIONS, LOOPS
 from .backward import check_backward
 from .order import check_permutation
+from .shuffles import check_shuffles, is_order, shuffled_orders
 
 
 def check_loop(source, contract):
@@ -16,20 +18,22 @@ def check_loop(source, contract):
     if contract.loop not in source.defined:
         return
     forwards = training_calls(source, source.defined[contract.loop], contract.forward)
-    inner = {source.around(call, (*LOOPS, *FUNCTIONS))[0] for call in forwards}
-    if len(inner) != 1 or may_both_run(source, forwards):
+    steps = loop_over_steps(source, contract)
+    if steps is None or may_both_run(source, forwards):
         means = "JAGG follows one training forward a step" if forwards else "JAGG would never see a step"
         yield Difference(f"{contract.loop}() calls {contract.forward}() in {len(forwards)} places", means)
         return
-    (steps,) = inner
     if not isinstance(steps, ast.For):
         yield Difference(f"{contract.forward}() isn't called in a for loop", "JAGG groups the steps of one")
         return
     yield from check_backward(source, contract, steps, forwards)
     yield from _selection(source, contract, steps, forwards)
     yield from _samples(source, steps)
+    yield from _start(source, contract, steps)
     if contract.permutation:
-        yield from check_permutation(source, contract, steps)
+        yield from check_permutation(source, contract, steps, forwards)
+    else:
+        yield from check_shuffles(source, contract, steps, forwards)
     yield from _rollout(source, contract, steps)
 
 
@@ -41,7 +45,7 @@ def _selection(source, contract, steps, forwards):
     for call in forwards:
         if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
             continue  # seen when it runs
-        argument = _argument(source, contract, call)
+        argument = argument_of(call, contract.step, source.defined.get(contract.forward))
         if argument is None:
             yield Difference(f"{contract.forward}() isn't given {contract.step}", "JAGG reads the step from it")
             continue
@@ -60,16 +64,42 @@ def _names(node):
     return {name for part in parts for name in _names(part)}
 
 
-def _argument(source, contract, call):
-    named = [keyword.value for keyword in call.keywords if keyword.arg == contract.step]
-    if named:
-        return named[0]
-    position = contract.step
-    if isinstance(position, str):
-        arguments = source.defined[contract.forward].args if contract.forward in source.defined else None
-        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)] if arguments else []
-        position = names.index(contract.step) if contract.step in names else len(call.args)
-    return call.args[position] if position < len(call.args) else None
+def _start(source, contract, steps):
+    function = source.defined[contract.loop]
+
+    def opens(node):  # what counts steps doesn't say where they begin
+        return not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("range", "enumerate", "len")
+
+    orders = shuffled_orders(function)
+    for node in behind(function, steps.iter, opens):
+        if not contract.permutation and is_order(node, orders) or _begins_late(function, node):
+            yield Difference(
+                f"the loop over steps (line {steps.lineno}) doesn't run from the first step on: {ast.unparse(node)}",
+                "the plan begins there, and goes on in the order of the trajectory",
+            )
+            return
+
+
+def _begins_late(function, node):
+    """Whether `node` has other steps than those from 0 on. A start that is a setting is seen when it runs."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name == "sorted":
+            return any(keyword.arg == "reverse" for keyword in node.keywords)
+        start, stride = (node.args[0], node.args[2:]) if name == "range" and len(node.args) > 1 else (None, [])
+        return name == "reversed" or not _may_be(function, start, 0) or bool(stride) and not _may_be(function, *stride, 1)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        return not (_may_be(function, node.slice.lower, 0) and _may_be(function, node.slice.step, 1))
+    return False
+
+
+def _may_be(function, node, number):
+    values = [node] if node is not None else []
+    if isinstance(node, ast.Name):
+        values = values_of(function, node.id)
+    return not values or any(
+        isinstance(value, ast.Attribute) or isinstance(value, ast.Constant) and value.value == number for value in values
+    )
 
 
 def _samples(source, steps):

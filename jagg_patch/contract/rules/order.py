@@ -6,13 +6,17 @@ from ..calls import backwards, calls_in_assignments
 from ..dataflow import Pass, affected, assignments, counters
 from ..difference import Difference
 from ..tree import LOOPS
+from .left_out import check_left_out
 
 
-def check_permutation(source, contract, steps):
+def check_permutation(source, contract, steps, forwards):
     function = source.defined[contract.loop]
     found = calls_in_assignments(function, contract.permutation, "randperm")
     if len(found) != 1:
-        yield Difference(not_one(contract.loop, found, contract.permutation, "randperm"), "JAGG sorts the steps that it draws")
+        means = "JAGG sorts the steps that it draws"
+        if not found:
+            means += "; a loop that trains steps in trajectory order by itself, a window of them say, is of another shape"
+        yield Difference(not_one(contract.loop, found, contract.permutation, "randperm"), means)
         return
     around = [loop for loop in (steps, *source.around(steps, LOOPS)) if loop not in source.around(found[0], LOOPS)]
     if len(around) != contract.permuted_loops:
@@ -21,6 +25,7 @@ def check_permutation(source, contract, steps):
             "the plan is for one pass over the samples, each with the steps in its order",
         )
     yield from _order(contract, function, steps, found[0])
+    yield from check_left_out(source, contract, found[0], around, forwards)
 
 
 def not_one(function, found, variable, method):

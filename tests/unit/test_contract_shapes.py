@@ -1,0 +1,269 @@
+"""The verdict on loops of all three shapes that shuffle steps, leave samples out or call other solvers; and how some run."""
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_main_loops import run
+from torch.testing import assert_close
+
+from jagg_patch import JaggConfig, install
+from jagg_patch.contract import CONTRACTS, differences
+
+HERE = Path(__file__).parent
+DANCE, FLOW, SD = "train_grpo_flux", "train_sd3_fast", "train_grpo_sd"
+TEXTS = {name: (HERE / f"loop/{name}.py").read_text() for name in (DANCE, FLOW, SD)}
+
+
+def changed(name, *pieces):
+    """The text of a loop with pieces of it replaced: old, new, old, new, ..."""
+    text = TEXTS[name]
+    for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+        assert text.count(old) == 1, f"{old!r} is not in the loop once"
+        text = text.replace(old, new)
+    return text
+
+
+def found(name, *pieces, **others):
+    return differences(changed(name, *pieces), replace(CONTRACTS[name], hook=(), **others))
+
+
+def verdict(name, *pieces, **others):
+    return [str(one) for one in found(name, *pieces, **others) if one.is_fatal]
+
+
+def line_of(text, words):
+    return next(number for number, line in enumerate(text.splitlines(), 1) if words in line)
+
+
+def test_the_loops_hold_as_they_are():
+    assert [verdict(name) for name in TEXTS] == [[], [], []]
+
+
+# -- steps that are shuffled in time
+
+SAMPLES = "        for sample in samples:\n"
+KEYS = '("timesteps", "latents", "next_latents", "log_probs")'
+EACH = f"            for key in {KEYS}:\n                sample[key] = "
+B = "config.batch_size"
+ROWS = f"            perms = torch.stack([torch.randperm(n_train) for _ in range({B})])\n"
+ORDER = "            order = torch.randperm(n_train)\n"
+# Of each sample's steps, before the loop over them; `ORDER` is of n_train steps, `ROWS` of each sample in the batch.
+SHUFFLED = {
+    "as one of upstream's first versions had it in a comment": f"{ROWS}{EACH}sample[key][torch.arange({B})[:, None], perms]\n",
+    "one order for all samples": f"{ORDER}{EACH}sample[key][:, order]\n",
+    "in a comprehension": f"{ORDER}            sample = {{k: v[:, order] if v.ndim > 1 else v for k, v in sample.items()}}\n",
+    "drawn in the index": f"            torch.manual_seed(0)\n{EACH}sample[key][:, torch.randperm(n_train)]\n",
+    "moved to a device": f"{ORDER}            there = order.to('cpu').long()\n{EACH}sample[key][:, there]\n",
+    "a part of the steps": f"            n = n_train\n            order = torch.randperm(n)[:n]\n{EACH}sample[key][:, order]\n",
+    "gathered": f"{ROWS}{EACH}gathered(sample[key], perms)\n",
+    "gathered by the method": f"{ROWS}            index = perms\n            timesteps = sample['timesteps'].gather(1, index)\n"
+    "            sample['timesteps'] = timesteps\n",
+    "taken along the dimension": f"{ROWS}            t = sample['timesteps']\n"
+    "            sample['timesteps'] = torch.take_along_dim(t, perms, dim=1)\n",
+    "index_select": f"{ORDER}{EACH}sample[key].index_select(1, order)\n",
+    "index_select by name": f"{ORDER}{EACH}torch.index_select(sample[key], dim=1, index=order)\n",
+    "the order of random numbers": f"            order = torch.rand(n_train).argsort()\n{EACH}sample[key][:, order]\n",
+    "the second of a sort": f"            _, order = torch.rand(n_train).sort()\n{EACH}sample[key][:, order]\n",
+    "the indices of a sort": f"            order = torch.sort(torch.rand(n_train)).indices\n{EACH}sample[key][:, order]\n",
+    "a list": f"            order = list(range(n_train))\n            random.shuffle(order)\n{EACH}sample[key][:, order]\n",
+    "drawn from a range": f"            order = random.sample(range(n_train), n_train)\n{EACH}sample[key][:, order]\n",
+    "numpy's": f"            order = np.random.permutation(n_train)\n{EACH}sample[key][:, order]\n",
+    "row by row": f"{ROWS}{EACH}torch.stack([sample[key][b, perms[b]] for b in range({B})])\n",
+    "a row of a row": f"{ROWS}{EACH}torch.stack([sample[key][b][perms[b]] for b in range({B})])\n",
+    "rows beside their orders": f"{ROWS}{EACH}torch.stack([row[perm] for row, perm in zip(sample[key], perms)])\n",
+    "in place, row by row": f"{ROWS}            for b, perm in enumerate(perms):\n"
+    "                sample['timesteps'][b] = sample['timesteps'][b, perm]\n",
+    "transposed": f"{ORDER}{EACH}sample[key].transpose(0, 1)[order].transpose(0, 1)\n",
+    "turned round": f"            n = n_train\n{EACH}sample[key].flip(1)\n",
+    "turned round by name": f"            n = n_train\n{EACH}torch.flip(sample[key], dims=[1])\n",
+    "rolled": f"            n = n_train\n{EACH}torch.roll(sample[key], 1, dims=1)\n",
+    "in a function of the file": "            sample = shuffled(sample, n_train)\n",
+}
+HELPERS = f"""def gathered(x, perms):
+    return torch.gather(x, 1, perms.view(*perms.shape, *[1] * (x.ndim - 2)).expand_as(x))
+
+
+def shuffled(sample, n):
+    order = torch.randperm(n)
+    return sample | {{key: sample[key][:, order] for key in {KEYS}}}
+
+
+def main(_):
+"""
+
+
+@pytest.mark.parametrize("spelling", SHUFFLED)
+def test_steps_shuffled_in_time_break_a_contract_without_a_permutation(spelling):
+    pieces = "def main(_):\n", HELPERS, SAMPLES, SAMPLES + SHUFFLED[spelling]
+    (only,) = verdict(FLOW, *pieces)
+    assert "the steps of a sample in another order" in only and "JAGG takes a step's place for the step" in only
+    text = changed(FLOW, *pieces)
+    first = line_of(text, "for sample in samples") + 1
+    assert first <= int(only.partition("line ")[2].partition(":")[0]) < first + SHUFFLED[spelling].count("\n")
+
+
+# Of samples alone, of something else, of steps that come sorted: trained right as they are.
+NOT_SHUFFLED = {
+    "samples": [SAMPLES, f"        perm = torch.randperm({B})\n"
+                f"        samples = [{{k: v[perm] for k, v in s.items()}} for s in samples]\n{SAMPLES}"],
+    "samples, key by key": [SAMPLES, f"{SAMPLES}            perm = torch.randperm({B})\n            for key in sample:\n"
+                            "                sample[key] = sample[key][perm]\n"],
+    "samples, every column": [SAMPLES, f"{SAMPLES}            perm = torch.randperm({B})\n"
+                              "            sample = {k: v[perm, ...] for k, v in sample.items()}\n"],
+    "samples by index_select": [SAMPLES, f"{SAMPLES}            perm = torch.randperm({B})\n"
+                                "            sample = {k: v.index_select(0, perm) for k, v in sample.items()}\n"],
+    "the batches": [SAMPLES, f"        random.shuffle(samples)\n{SAMPLES}", "import torch\n", "import random\nimport torch\n"],
+    "the identity, as upstream's": [SAMPLES, f"{SAMPLES}            rows = [torch.arange(n_train) for _ in range({B})]\n"
+                                    f"            perms = torch.stack(rows)\n"
+                                    f"{EACH}sample[key][torch.arange({B})[:, None], perms]\n"],
+    "a part of the steps, sorted": [SAMPLES, f"{SAMPLES}            order = torch.randperm(n_train)[:n_train].sort().values\n"
+                                    f"{EACH}sample[key][:, order]\n"],
+    "what isn't trained on": [SAMPLES, f"{SAMPLES}            shown = sample['latents'][:, torch.randperm(n_train)]\n"
+                              "            seen = shown.mean()\n"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", NOT_SHUFFLED)
+def test_what_else_is_shuffled_holds_and_trains_right(load_loop, spelling):
+    assert verdict(FLOW, *NOT_SHUFFLED[spelling]) == []
+    expected = run(load_loop(FLOW, *NOT_SHUFFLED[spelling]))[1]
+    module = load_loop(FLOW, *NOT_SHUFFLED[spelling])
+    install(vars(module), config=JaggConfig(group_size=2, frac=1))
+    assert_close(run(module)[1], expected, rtol=1e-5, atol=1e-7)
+
+
+# -- samples that are left out
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [SAMPLES, f"{SAMPLES}            if sample['rewards'].sum() == 0:\n                continue\n"],
+        [SAMPLES, f"{SAMPLES}            if sample['rewards'].sum() == 0:\n                break\n"],
+        [SAMPLES, SAMPLES.replace("samples:", "[one for one in samples if one['rewards'].sum() != 0]:")],
+    ],
+)
+def test_flow_grpo_s_samples_may_be_left_out(pieces):
+    """Its steps need no order."""
+    assert verdict(FLOW, *pieces) == []
+
+
+BATCHES = "            for start in range(0, config.n_samples, config.train.batch_size):\n"
+ADVANTAGES = "                for j in range(n_train):\n"
+INSIDE = TEXTS[SD].partition(ADVANTAGES)[2].partition("\n\n\n")[0]
+LEAVES_OUT = {
+    "continue": [ADVANTAGES, f"                if advantages.abs().max() == 0:\n                    continue\n{ADVANTAGES}"],
+    "break": [ADVANTAGES, f"                if advantages.abs().max() == 0:\n                    break\n{ADVANTAGES}"],
+    "a condition": [
+        ADVANTAGES + INSIDE,
+        "                if advantages.abs().max() > 0:\n" + textwrap.indent(ADVANTAGES + INSIDE, "    "),
+    ],
+    "a filter": [BATCHES, BATCHES.replace("range(", "[n for n in range(").replace("):", ") if rewards[n] != 0]:")],
+    "a filter before": [
+        BATCHES,
+        "            starts = [n for n in range(0, config.n_samples, config.train.batch_size) if rewards[n] != 0]\n"
+        "            for start in starts:\n",
+    ],
+}
+
+
+@pytest.mark.parametrize("way", LEAVES_OUT)
+def test_stable_diffusion_s_samples_may_not_be_left_out(way):
+    (only,) = verdict(SD, *LEAVES_OUT[way])
+    assert "may leave samples out" in only and "which sample an order is of" in only
+
+
+def test_keys_that_are_left_out_are_no_samples():
+    over = "            for start in range(0, len(kept['latents']), config.train.batch_size):\n"
+    kept = "            kept = {k: torch.where(v > 0, v, v) for k, v in samples.items() if k}\n"
+    assert verdict(SD, BATCHES, kept + over) == []
+    chosen = "            chosen = torch.nonzero(rewards).flatten()\n"  # before an order is drawn
+    drawn = "            # fmt: off\n"
+    assert verdict(SD, drawn, chosen + drawn, BATCHES, BATCHES.replace("0, ", "0 * len(chosen), ")) == []
+    assert verdict(SD, BATCHES, chosen + BATCHES.replace("0, ", "0 * len(chosen), ")) != []
+
+
+LOOPS = "    for i in range(args.n_samples):\n        for j in range(train_timesteps):\n"
+STEP = "            step = perms[i][j]\n"
+ZERO = LOOPS.replace("        for j", "        if advantages[i] == 0:\n            continue\n        for j")
+FILTERED = LOOPS.replace("range(args.n_samples)", "[n for n in range(args.n_samples) if advantages[n] != 0]")
+MASKED = "    chosen = torch.nonzero(advantages).flatten().tolist()\n" + LOOPS.replace("range(args.n_samples)", "chosen")
+
+
+@pytest.mark.parametrize("loops", [ZERO, FILTERED, MASKED])
+@pytest.mark.parametrize(
+    ("step", "holds"),
+    [
+        (STEP, True),
+        (STEP.replace("perms[i][j]", "perms[i, j]"), True),
+        ("            row = perms[i]\n            step = row[j]\n", True),
+        (STEP.replace("perms[i][j]", "int(perms[i][j])"), False),
+        (STEP.replace("perms[i][j]", "perms[i][j].item()"), False),
+        (STEP.replace("perms[i][j]", "perms.tolist()[i][j]"), False),
+        (STEP.replace("perms[i][j]", "perms[i][j] + 0"), False),
+    ],
+)
+def test_samples_may_be_left_out_where_the_permutation_says_whose_order_it_is(loops, step, holds):
+    said = verdict(DANCE, LOOPS, loops, STEP, step)
+    assert verdict(DANCE, STEP, step) == []
+    assert said == [] if holds else ["which sample an order is of" in one for one in said] == [True]
+
+
+def test_a_permutation_that_is_made_anew_does_not_say_whose_order_it_is():
+    drawn = "    train_timesteps = int("
+    (only,) = verdict(DANCE, drawn, f"    perms = perms[advantages != 0]\n{drawn}", LOOPS, ZERO)
+    assert "which sample an order is of" in only
+    assert verdict(DANCE, drawn, f"    perms = perms.to('cpu')\n{drawn}", LOOPS, ZERO) == []
+
+
+def test_an_end_before_the_last_sample_leaves_no_order_in_doubt():
+    assert verdict(DANCE, STEP, STEP.replace("perms[i][j]", "int(perms[i][j])"), LOOPS, ZERO.replace("continue", "break")) == []
+    stepped = "            optimizer.step()\n"
+    assert verdict(DANCE, stepped, f"{stepped}        if i < 1:\n            continue\n        print(i)\n") == []
+
+
+# -- where the loop over steps begins
+
+STEPS = "            for j in range(n_train):\n"
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        "range(1, n_train)",
+        "range(n_train // 2, n_train)",
+        "tqdm(range(1, n_train), desc='steps')",
+        "[j for j in range(2, n_train)]",
+        "range(n_train - 1, -1, -1)",
+        "range(0, n_train, 2)",
+        "reversed(range(n_train))",
+        "list(range(n_train))[1:]",
+        "list(range(n_train))[::-1]",
+        "sorted(range(n_train), reverse=True)",
+        "torch.randperm(n_train)",
+    ],
+)
+def test_a_loop_that_does_not_begin_at_the_first_step_is_named(over):
+    for new in (STEPS.replace("range(n_train)", over), f"            steps = {over}\n            for j in steps:\n"):
+        pieces = STEPS, new
+        (only,) = verdict(FLOW, *pieces)
+        assert "doesn't run from the first step on" in only and "the plan begins there" in only
+    two = LOOPS.replace("range(train_timesteps)", over.replace("n_train", "train_timesteps"))
+    if "randperm" not in over:
+        assert any("doesn't run from the first step on" in one for one in verdict(DANCE, LOOPS, two))
+
+
+def test_where_it_begins_may_be_computed():
+    start = "            first = 0\n"
+    ranges = "0, n_train", "first, n_train", "config.first, n_train", "0, n_train, 1"
+    others = "list(range(n_train))[:9]", "tqdm(range(n_train), disable=reversed([]))"
+    for over in (*(f"range({one})" for one in ranges), *others):
+        assert verdict(FLOW, STEPS, start + STEPS.replace("range(n_train)", over)) == []
+
+
+def test_a_loop_over_the_permutation_itself_runs_over_all_it_has():
+    over = LOOPS.replace("j in range(train_timesteps)", "step in perms[i][:train_timesteps]")
+    assert verdict(DANCE, LOOPS, over, STEP, "") == []
+    late = LOOPS.replace("j in range(train_timesteps)", "step in perms[i][1:train_timesteps]")
+    assert any("doesn't run from the first step on" in one for one in verdict(DANCE, LOOPS, late, STEP, ""))

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from test_install import run as run_one_step
 from test_main_loops import run
 from torch.testing import assert_close
 
@@ -267,3 +269,126 @@ def test_a_loop_over_the_permutation_itself_runs_over_all_it_has():
     assert verdict(DANCE, LOOPS, over, STEP, "") == []
     late = LOOPS.replace("j in range(train_timesteps)", "step in perms[i][1:train_timesteps]")
     assert any("doesn't run from the first step on" in one for one in verdict(DANCE, LOOPS, late, STEP, ""))
+
+
+# -- solvers
+
+CALL = "    return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]\n"
+OTHER_STEP = """plain_step = flux_step
+
+
+def other_step(model_output, *others, **named):
+    return plain_step(model_output, *others, **named)
+
+
+def grpo_one_step("""
+TWO = "    if args.eta > {}:\n    " + CALL + CALL.replace("flux_step", "other_step")
+PARAMETERS = CONTRACTS[DANCE].parameters | {"other_step": ("model_output",)}
+
+
+def test_a_solver_in_one_branch_of_two_is_named_with_what_is_called_instead():
+    assert verdict(DANCE, CALL, TWO.format(1), "def grpo_one_step(", OTHER_STEP) == [
+        "grpo_one_step() may end without a call of flux_step(), and hands the model's output to other_step(): "
+        "that call is where JAGG stands in for the model's output, once a step"
+    ]
+    for pieces in (
+        [CALL, f"    if args.eta > 1:\n        return velocity.sum(1).detach()\n{CALL}"],
+        [CALL, CALL.replace("return ", "return None if args.eta > 1 else ")],
+        [CALL, f"    try:\n    {CALL}    except ValueError:\n        pass\n"],
+        [CALL, f"    with torch.enable_grad():\n        if args.eta:\n        {CALL}"],
+    ):
+        assert "may end without a call of flux_step()" in "".join(verdict(DANCE, *pieces)), pieces
+    for pieces in (
+        [CALL, f"    if args.eta > 9:\n        raise ValueError\n{CALL}"],
+        [CALL, f"    with torch.enable_grad():\n    {CALL}"],
+        [CALL, f"    try:\n    {CALL}    except ValueError:\n        raise\n"],
+    ):
+        assert verdict(DANCE, *pieces) == []
+
+
+@pytest.mark.parametrize("picked", [0, 1])
+def test_several_solvers_are_a_change_of_the_contract_alone(load_loop, monkeypatch, picked):
+    plain = load_loop(DANCE)
+    install(vars(plain), config=JaggConfig(frac=1))
+    expected = run_one_step(plain)[1]
+    two = replace(CONTRACTS[DANCE], solvers=("flux_step", "other_step"), parameters=PARAMETERS)
+    monkeypatch.setitem(CONTRACTS, DANCE, two)
+    module = load_loop(DANCE, CALL, TWO.format(picked), "def grpo_one_step(", OTHER_STEP)
+    install(vars(module), config=JaggConfig(frac=1))
+    assert torch.equal(run_one_step(module)[1], expected)
+
+
+FLOW_CALL = "    return sde_step_with_logprob(\n"
+FLOW_ARGUMENTS = TEXTS[FLOW].partition(FLOW_CALL)[2].partition("    )\n")[0]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_flow_grpo_s_several_solvers(load_loop, monkeypatch, skips):
+    """The rollout's are all recorded."""
+    definition = "plain_step = sde_step_with_logprob\n\n\ndef other_step(scheduler, model_output, timestep, sample, {0}):\n"
+    definition += "    return plain_step(scheduler, model_output, timestep, sample, prev_sample, noise_level)\n\n\n"
+    pieces = [
+        "def compute_log_prob(",
+        definition.format("prev_sample=None, noise_level=0.7") + "def compute_log_prob(",
+        FLOW_CALL,
+        f"    if j < 5:\n        return other_step(\n{FLOW_ARGUMENTS}        )\n{FLOW_CALL}",
+    ]
+    rollout = "after, log_prob, _, _ = sde_step_with_logprob("
+    pieces += [rollout, "after, log_prob, _, _ = (other_step if j < 5 else sde_step_with_logprob)("]
+    plain, config = load_loop(FLOW), JaggConfig(frac=1, skip_forwards=skips)
+    handle = install(vars(plain), config=config)
+    expected, skipped = run(plain, n_epochs=3)[1], handle.stats.skipped_forwards
+    needs = CONTRACTS[FLOW].skipping["sde_step_with_logprob"]
+    contract = CONTRACTS[FLOW]
+    two = replace(
+        contract,
+        solvers=(*contract.solvers, "other_step"),
+        parameters=contract.parameters | {"other_step": ("model_output",)},
+        skipping=contract.skipping | {"other_step": needs},
+    )
+    monkeypatch.setitem(CONTRACTS, FLOW, two)
+    module = load_loop(FLOW, *pieces)
+    handle = install(vars(module), config=config)
+    assert torch.equal(run(module, n_epochs=3)[1], expected)
+    assert handle.stats.skipped_forwards == skipped and bool(skipped) == skips
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "return LOG_PROB, velocity",
+        "return LOG_PROB, velocity.float().mean()",
+        "log_prob = LOG_PROB\n    squared = velocity.square()\n    return dict(log_prob=log_prob, squared=squared)",
+        "log_prob = LOG_PROB\n    result = [log_prob]\n    result.append(velocity)\n    return result",
+        "return LOG_PROB + 0 * velocity.sum(1)",
+    ],
+)
+def test_a_model_output_returned_beside_the_log_probability_is_named(returned):
+    text = "    " + returned.replace("LOG_PROB", CALL.strip().removeprefix("return ")) + "\n"
+    (only,) = verdict(DANCE, CALL, text)
+    assert "grpo_one_step() returns the model's output beside" in only and "would lose that gradient" in only
+
+
+@pytest.mark.parametrize(
+    "beside",
+    ["velocity.detach()", "velocity.shape", "len(velocity)", "velocity.dtype", "velocity.norm().item()",
+     "float(velocity[0, 0])", "latents", "args.eta"],
+)  # fmt: skip
+def test_what_has_no_gradient_may_be_returned_beside_the_log_probability(beside):
+    assert verdict(DANCE, CALL, CALL.replace("[2]", f"[2], {beside}")) == []
+
+
+def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():
+    """MixGRPO's shape: no permutation of steps, another solver for each setting."""
+    solvers = "".join(f"    if args.solver == '{n}':\n    {CALL.replace('flux_step', n)}" for n in ("flow_step", "dance_step"))
+    text = changed(
+        DANCE,
+        CALL, f"{solvers}{CALL.replace('flux_step', 'dpm_step')}",
+        "import torch\n", "import torch\nfrom sampling import dance_step, dpm_step, flow_step\n",
+        "            torch.randperm(n)\n", "            torch.arange(n)\n",
+    ).replace("flux_step", "dpm_step").replace("def dpm_step(", "def sample_step(")  # fmt: skip
+    said = [str(one) for one in differences(text, replace(CONTRACTS[DANCE], hook=()))]
+    assert said[0] == (
+        "there is no function flux_step(): grpo_one_step() hands the model's output to dance_step(), dpm_step(), flow_step()"
+    )
+    assert any("perms" in one and "in trajectory order" in one for one in said)

@@ -338,6 +338,7 @@ def test_a_loop_that_would_lose_a_gradient_is_stopped(load, old, new, match, sch
     stops(module, match)
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_loss_on_the_model_output_itself_is_stopped(load):
     """It would lose the intermediate steps' gradient: their forwards record no graph."""
     returned = "sde_solver=True)[2]", "sde_solver=True)[2], velocity"

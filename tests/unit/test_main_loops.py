@@ -260,6 +260,7 @@ def test_what_depends_on_no_weight_may_be_returned_beside_the_log_probability(lo
     run(module)
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_model_output_returned_beside_the_log_probability_is_stopped(load_flow):
     pieces = "    return sde_step_with_logprob(", "    return output.sum(), *sde_step_with_logprob("
     module = load_flow(*pieces, "_, log_prob, mean, std = compute", "_, _, log_prob, mean, std = compute")
@@ -267,6 +268,7 @@ def test_a_model_output_returned_beside_the_log_probability_is_stopped(load_flow
     stops(module, "visited step 0 .* depends on weights by another way than the model's output")
 
 
+@pytest.mark.usefixtures("without_contract")
 def test_a_returned_tensor_that_has_a_graph_at_later_steps_only_is_stopped(load_flow):
     pieces = (
         "    return sde_step_with_logprob(",

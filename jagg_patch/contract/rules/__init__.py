@@ -1,9 +1,10 @@
 """The rules of the contract: generator functions of a source and a contract, which yield the `Difference`s that they find."""
 
 from ..difference import Difference
-from .functions import check_functions, check_solver
+from .functions import check_functions
 from .hook import check_hook
 from .loop import check_loop
+from .solver import check_solver
 
 
 def all_differences(source, contract):

@@ -1,11 +1,10 @@
-"""The functions that JAGG wraps: they are there, with the parameters that it goes by, and the forward has one solver step."""
+"""The functions that JAGG wraps: they are there, with the parameters that it goes by."""
 
 import ast
 
-from ..branches import may_both_run
-from ..calls import training_calls
 from ..difference import Difference
 from ..tree import FUNCTIONS
+from .solver import solvers_instead
 
 
 def check_functions(source, contract, parameters):
@@ -14,7 +13,9 @@ def check_functions(source, contract, parameters):
         is_read = name in (contract.loop, contract.forward)
         if not source.bindings[name]:
             if is_read or not source.bindings["*"]:
-                yield Difference(f"there is no function {name}()", "JAGG has nothing to wrap")
+                others = solvers_instead(source, contract) if name in contract.solvers else []
+                instead = f"{contract.forward}() hands the model's output to {', '.join(others)}"
+                yield Difference(f"there is no function {name}()", instead if others else "JAGG has nothing to wrap")
             continue
         if is_read and source.bindings[name] > 1:
             yield Difference(
@@ -44,14 +45,3 @@ def _yields(definition):
         for node in ast.walk(other)
     }
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) and node not in inner for node in ast.walk(definition))
-
-
-def check_solver(source, contract):
-    if not contract.solvers or contract.forward not in source.defined:
-        return
-    calls = training_calls(source, source.defined[contract.forward], *contract.solvers)
-    if not calls or may_both_run(source, calls):
-        yield Difference(
-            f"{contract.forward}() calls {' or '.join(contract.solvers)}() in {len(calls)} places",
-            "that call is where JAGG stands in for the model's output, once a step",
-        )

@@ -63,7 +63,7 @@ class Handle:
     def _activate(self, config):
         self.config = config
         if config.enabled:
-            require_contract(self._namespace, self._trainer.contract, config.skip_forwards)
+            require_contract(self._namespace, self._trainer.contract, config)
             self._trainer.check(self._namespace)
             if config.log or config.probe_every:
                 # Who writes is asked at each record: some trainers find out their rank inside `main`.

@@ -25,6 +25,7 @@ class Contract:
     steps_optimizer: bool = False  # in the loop over steps, where accelerate counts
     parameters: dict = field(default_factory=dict)  # of functions, by name
     skipping: dict = field(default_factory=dict)  # what skipped forwards need as well
+    plans_at_start: bool = False  # so the rollout is looked for in `skipping` alone
 
 
 DANCEGRPO = Contract(
@@ -68,16 +69,16 @@ FLOW_GRPO = Contract(
     steps_optimizer=True,
     parameters={
         "main": (),
-        "pipeline_with_logprob": (),
         "compute_log_prob": ("transformer", "sample", "j"),
         "sde_step_with_logprob": ("model_output",),
     },
-    skipping={"sde_step_with_logprob": ("model_output", "sample", "prev_sample")},
+    skipping={"pipeline_with_logprob": (), "sde_step_with_logprob": ("model_output", "sample", "prev_sample")},
+    plans_at_start=True,
 )
 WAN = replace(
     FLOW_GRPO,
     rollout="wan_pipeline_with_logprob",
-    parameters={"wan_pipeline_with_logprob": ()} | {k: v for k, v in FLOW_GRPO.parameters.items() if k != FLOW_GRPO.rollout},
+    skipping={"wan_pipeline_with_logprob": ()} | {k: v for k, v in FLOW_GRPO.skipping.items() if k != FLOW_GRPO.rollout},
 )
 QWEN = replace(FLOW_GRPO, parameters=FLOW_GRPO.parameters | {"init_distributed": ()})
 

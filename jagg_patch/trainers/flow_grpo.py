@@ -87,6 +87,7 @@ class FlowGrpoTrainer:
         around_rollout = [session.rollout]
         if session.skipping.is_on:
             # The rollout's solver step is that of its own module.
+            require_parameters(namespace, contract.rollout, (), without="JAGG_SKIP_FORWARDS=0")
             pipeline = inspect.unwrap(namespace[contract.rollout]).__globals__
             for where in (namespace, pipeline):
                 for function, parameters in contract.skipping.items():
@@ -100,10 +101,11 @@ class FlowGrpoTrainer:
 
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
-            contract.rollout: wrap.within(namespace[contract.rollout], *around_rollout),
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
             **{name: wrap.solver_step(namespace[name], session, "sample") for name in contract.solvers},
         }
+        if contract.rollout in namespace:  # else nothing is on that needs it
+            wrapped[contract.rollout] = wrap.within(namespace[contract.rollout], *around_rollout)
         if "eval" in namespace:
             wrapped["eval"] = wrap.within(namespace["eval"], session.evaluation)
         if self.is_accelerate:

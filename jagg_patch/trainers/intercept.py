@@ -8,12 +8,22 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config import AUTO
 from ..contract import calls_in_assignments, differences, not_one
 from ..errors import JaggError
 
 
-def require_contract(namespace, contract, skips_forwards):
-    """Raise `JaggError` unless the source of the trainer in `namespace` keeps `contract`."""
+# To run with where a setting needs what the trainer hasn't.
+INSTEAD = {
+    "skip_forwards": "JAGG_SKIP_FORWARDS=0",
+    "probe_every": "JAGG_PROBE_EVERY=0",
+    "log": "JAGG_LOG unset",
+    "frac": "a number as JAGG_FRAC",
+}
+
+
+def require_contract(namespace, contract, config):
+    """Raise `JaggError` unless the source of the trainer in `namespace` keeps `contract`, as far as the `config` needs it."""
     try:
         text = Path(namespace["__file__"]).read_bytes()
     except (KeyError, OSError) as error:
@@ -21,8 +31,14 @@ def require_contract(namespace, contract, skips_forwards):
     for difference in differences(text, replace(contract, hook=())):  # which has been run
         if difference.is_fatal:
             raise changed(namespace, str(difference))
-        if skips_forwards:
-            raise changed(namespace, str(difference), without="JAGG_SKIP_FORWARDS=0")
+        without = [INSTEAD[name] for name in difference.needed_by if _is_on(config, name)]
+        if without:
+            raise changed(namespace, str(difference), without=" and ".join(without))
+
+
+def _is_on(config, name):
+    value = getattr(config, name)
+    return value == AUTO if name == "frac" else bool(value)
 
 
 def require_parameters(namespace, function, parameters, without="JAGG_ENABLED=0"):

@@ -10,7 +10,7 @@ from test_install import run as run_one_step
 from test_main_loops import run
 from torch.testing import assert_close
 
-from jagg_patch import JaggConfig, install
+from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.contract import CONTRACTS, differences
 
 HERE = Path(__file__).parent
@@ -376,6 +376,42 @@ def test_a_model_output_returned_beside_the_log_probability_is_named(returned):
 )  # fmt: skip
 def test_what_has_no_gradient_may_be_returned_beside_the_log_probability(beside):
     assert verdict(DANCE, CALL, CALL.replace("[2]", f"[2], {beside}")) == []
+
+
+# -- the rest
+
+def trained(load_loop, *pieces):
+    """The gradients of Flow-GRPO's loop, all steps in groups."""
+    module = load_loop(FLOW, *pieces)
+    install(vars(module), config=JaggConfig(frac=1))
+    return run(module)[1]
+
+
+ALIAS = ["def pipeline_with_logprob(", "def roll_out(", "[pipeline_with_logprob(", "[roll_out("]
+
+
+def test_flow_grpo_s_rollout_may_have_another_name(load_loop):
+    assert verdict(FLOW, *ALIAS) == []
+    said = [str(one) for one in found(FLOW, *ALIAS)]
+    assert len(said) == 2 and all("JAGG_SKIP_FORWARDS, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto" in one for one in said)
+    assert torch.equal(trained(load_loop, *ALIAS), trained(load_loop))
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (dict(skip_forwards=True), "JAGG_SKIP_FORWARDS=0"),
+        (dict(probe_every=1), "JAGG_PROBE_EVERY=0"),
+        (dict(log="log.jsonl"), "JAGG_LOG unset"),
+        (dict(frac="auto"), "a number as JAGG_FRAC"),
+    ],
+)
+def test_what_needs_flow_grpo_s_rollout_stops_where_it_has_another_name(load_loop, settings, advice):
+    module = load_loop(FLOW, *ALIAS)
+    install(vars(module), config=JaggConfig(**settings))
+    with pytest.raises(JaggError, match="there is no function pipeline_with_logprob") as error:
+        run(module)
+    assert f"run with {advice}, or move" in str(error.value)
 
 
 def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():

@@ -34,7 +34,6 @@ def check_loop(source, contract):
         yield from check_permutation(source, contract, steps, forwards)
     else:
         yield from check_shuffles(source, contract, steps, forwards)
-    yield from _rollout(source, contract, steps)
 
 
 def _selection(source, contract, steps, forwards):
@@ -117,7 +116,10 @@ def _sets(source, node):
     return isinstance(node.ctx, ast.Store) and not source.around(node, COMPREHENSIONS)
 
 
-def _rollout(source, contract, steps):
+def check_rollout(source, contract):
+    steps = loop_over_steps(source, contract)
+    if steps is None:
+        return
     calls = [
         node
         for node in ast.walk(source.defined[contract.loop])
@@ -126,5 +128,5 @@ def _rollout(source, contract, steps):
     if not calls or max(call.lineno for call in calls) > steps.lineno or may_both_run(source, calls):
         yield Difference(
             f"{contract.loop}() calls {contract.rollout}() in {len(calls)} places, or after the loop over steps",
-            "JAGG plans the update when the rollout ends",
+            "JAGG goes by it" if contract.plans_at_start else "JAGG plans the update when the rollout ends",
         )

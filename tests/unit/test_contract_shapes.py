@@ -414,6 +414,70 @@ def test_what_needs_flow_grpo_s_rollout_stops_where_it_has_another_name(load_loo
     assert f"run with {advice}, or move" in str(error.value)
 
 
+REWARDS = """        for sample in samples:
+            guide = torch.ones(2, requires_grad=True)
+            (guide * sample["latents"][:, -1]).sum().backward()
+            sample["rewards"] = sample["rewards"] + 0 * guide.grad.sum()
+"""
+
+
+def test_a_reward_s_gradient_in_the_rollout_holds_and_trains_the_same(load_loop):
+    pieces = SAMPLES, f"{REWARDS}{SAMPLES}"
+    assert verdict(FLOW, *pieces) == []
+    assert torch.equal(trained(load_loop, *pieces), trained(load_loop))
+
+
+def test_a_backward_that_the_loop_over_samples_could_reach_does_not_hold():
+    inside = REWARDS.replace("        for sample in samples:\n", "")
+    for pieces in (
+        [SAMPLES, SAMPLES + inside],
+        [SAMPLES, f"        def pull(loss):\n            loss.backward()\n\n{SAMPLES}"],
+        [STEPS, f"{inside}{STEPS}"],
+    ):
+        assert any("backward() outside the loop" in one for one in verdict(FLOW, *pieces)), pieces
+
+
+BACKWARD = "            loss.backward()\n"
+SEVERAL = "            {need} = {test}\n            if {need}:\n                x = loss.detach()\n            if {then}:\n"
+USED = "                loss = loss + 0 * x\n" + BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("test", "then", "holds"),
+    [
+        ("args.eta > 0 or args.beta", "args.eta > 0", True),
+        ("args.eta > 0 or args.beta", "args.beta", True),
+        ("args.eta > 0 or args.beta or args.gamma", "args.beta and step != 3", True),
+        ("args.eta > 0", "args.eta > 0", True),
+        ("args.eta > 0", "not (args.beta or not need)", True),
+        ("args.eta > 0 and args.beta", "args.eta > 0 and args.beta", True),
+        ("not args.eta > 0", "not args.eta > 0", True),
+        ("not (args.eta and args.beta)", "not args.eta", True),
+        ("args.eta > 0 and args.beta", "args.eta > 0", False),
+        ("args.eta > 0", "args.eta > 0 or args.beta", False),
+        ("args.eta or args.beta", "not args.eta", False),
+        ("args.eta or args.beta", "args.gamma", False),
+    ],
+)
+def test_a_condition_that_follows_from_another_leaves_nothing_from_the_step_before(test, then, holds):
+    text = SEVERAL.format(need="need", test=test, then=then) + USED
+    said = verdict(DANCE, BACKWARD, text)
+    assert said == [] if holds else any("depends on x, what the steps before left" in one for one in said)
+    inline = text.replace(f"            need = {test}\n", "").replace("if need:", f"if {test}:")
+    inline = inline.replace("not need", f"not ({test})")
+    assert bool(verdict(DANCE, BACKWARD, inline)) == (not holds)
+
+
+def test_a_condition_that_has_changed_since_does_not_hold_any_more():
+    text = SEVERAL.format(need="need", test="wanted or args.beta", then="wanted") + USED
+    wanted = "            wanted = bool(args.eta > 0)\n"
+    assert verdict(DANCE, BACKWARD, wanted + text) == []
+    later = text.replace("            if wanted:", "            wanted = bool(args.eta)\n            if wanted:")
+    assert any("depends on x" in one for one in verdict(DANCE, BACKWARD, wanted + later))
+    later = text.replace("            if need:", "            wanted = bool(args.eta)\n            if need:")
+    assert any("depends on x" in one for one in verdict(DANCE, BACKWARD, wanted + later))
+
+
 def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():
     """MixGRPO's shape: no permutation of steps, another solver for each setting."""
     solvers = "".join(f"    if args.solver == '{n}':\n    {CALL.replace('flux_step', n)}" for n in ("flow_step", "dance_step"))

@@ -30,7 +30,7 @@ def check_backward(source, contract, steps, forwards):
     ):
         yield Difference(f"backward() is conditional in {loop}", "a step without it would leave a group open")
     for node in found:
-        if node not in mine:
+        if node not in mine and not _is_over_before(source, contract, node, steps):
             yield Difference(
                 f"line {node.lineno}: backward() outside {loop}", "JAGG can't tell which steps' losses that one is about"
             )
@@ -38,6 +38,12 @@ def check_backward(source, contract, steps, forwards):
         if isinstance(node, (ast.Continue, ast.Break)) and source.around(node, LOOPS)[0] is steps:
             yield Difference(f"line {node.lineno}: {loop} may leave steps out", "the plan counts all of them")
     yield from _gradients(source, contract, steps, loop)
+
+
+def _is_over_before(source, contract, node, steps):
+    """Whether it is in the rollout, of a reward's own gradient, say: no group is open before the loop over samples."""
+    samples = next(iter(source.around(steps, LOOPS)), steps)
+    return source.around(node, FUNCTIONS)[0] is source.defined[contract.loop] and node.end_lineno < samples.lineno
 
 
 def _gradients(source, contract, steps, loop):

@@ -5,6 +5,7 @@ The standard library alone, and nothing of the rest of JAGG, so that apply.sh ca
 
 import platform
 
+from .behind import settings_behind_steps
 from .calls import calls_in_assignments
 from .contracts import CONTRACTS, DANCEGRPO, DANCEGRPO_SD, Contract
 from .difference import Difference
@@ -28,6 +29,7 @@ __all__ = [
     "fingerprints",
     "modules",
     "not_one",
+    "settings_behind_steps",
 ]
 
 

@@ -1,10 +1,12 @@
 """Adapters: one module per shape of training loop, one table row per trainer."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import JaggError
 from . import dancegrpo, dancegrpo_sd, flow_grpo
+from .intercept import text_of
 
 TRAINERS = dancegrpo.TRAINERS | dancegrpo_sd.TRAINERS | flow_grpo.TRAINERS
 
@@ -35,4 +37,7 @@ def find_trainer(namespace):
     """The adapter of the trainer whose module globals `namespace` is: by its file's name, or that of what a link leads to."""
     file = Path(namespace.get("__file__") or namespace.get("__name__", "?"))
     names = [file.stem, file.resolve().stem]
-    return next((TRAINERS[name] for name in names if name in TRAINERS), Unknown(file.stem))
+    trainer = next((TRAINERS[name] for name in names if name in TRAINERS), Unknown(file.stem))
+    with suppress(JaggError):  # of a text that can't be read, which is said where it is relied on
+        return trainer.as_written(text_of(namespace)) if hasattr(trainer, "as_written") else trainer
+    return trainer

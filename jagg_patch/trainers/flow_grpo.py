@@ -2,14 +2,16 @@
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..contract import CONTRACTS
+from ..contract import CONTRACTS, settings_behind_steps
 from ..method.cost import StepCost
 from .intercept import require_class, require_parameters
 from ..method.plan import Steps
 from ..loop.step import Step
 from . import wrap
+
+OLDER_WINDOW = "train_num_steps"  # of train_sd3_fast in August and September 2025
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,13 @@ class FlowGrpoTrainer:
     """The names of a trainer of this shape: `compute_log_prob` is one training forward, `sde_step_with_logprob` its solver step.
 
     `trains_window` says that it trains the SDE window where one is set, else all steps but the last, and not
-    `timestep_fraction` of them. `is_accelerate` says who starts the process group: accelerate, or the trainer itself
-    with `init_distributed`.
+    `timestep_fraction` of them; `window` is the setting of its size. `is_accelerate` says who starts the process group:
+    accelerate, or the trainer itself with `init_distributed`.
     """
 
     name: str
     trains_window: bool = False
+    window: str = "sde_window_size"
     checkpoints: bool | str = False  # or the name of the setting that says so
     is_accelerate: bool = True
 
@@ -32,6 +35,11 @@ class FlowGrpoTrainer:
     def contract(self):
         return CONTRACTS[self.name]
 
+    def as_written(self, text):
+        """This trainer, planned by the window that the loop in `text` runs over: newer settings have both."""
+        is_older = OLDER_WINDOW in settings_behind_steps(text, self.contract)
+        return replace(self, trains_window=True, window=OLDER_WINDOW) if is_older else self
+
     def check(self, namespace):
         """Raise `JaggError` unless `namespace` has what the wrappers rely on."""
         for function, parameters in self.contract.parameters.items():
@@ -40,7 +48,7 @@ class FlowGrpoTrainer:
             require_class(namespace, "Accelerator")
 
     def _window(self, config):
-        return max(getattr(config.sample, "sde_window_size", 0), 0) if self.trains_window else 0
+        return max(getattr(config.sample, self.window, 0), 0) if self.trains_window else 0
 
     def defaults(self, config):
         """Settings whose default isn't JaggConfig's: a window is too short for a fraction of it: all of it is routed."""

@@ -24,16 +24,20 @@ INSTEAD = {
 
 def require_contract(namespace, contract, config):
     """Raise `JaggError` unless the source of the trainer in `namespace` keeps `contract`, as far as the `config` needs it."""
-    try:
-        text = Path(namespace["__file__"]).read_bytes()
-    except (KeyError, OSError) as error:
-        raise changed(namespace, f"its source can't be read ({error})") from None
-    for difference in differences(text, replace(contract, hook=())):  # which has been run
+    for difference in differences(text_of(namespace), replace(contract, hook=())):  # which has been run
         if difference.is_fatal:
             raise changed(namespace, str(difference))
         without = [INSTEAD[name] for name in difference.needed_by if _is_on(config, name)]
         if without:
             raise changed(namespace, str(difference), without=" and ".join(without))
+
+
+def text_of(namespace):
+    """The source of the trainer in `namespace`. Raises `JaggError` where it can't be read."""
+    try:
+        return Path(namespace["__file__"]).read_bytes()
+    except (KeyError, OSError) as error:
+        raise changed(namespace, f"its source can't be read ({error})") from None
 
 
 def _is_on(config, name):

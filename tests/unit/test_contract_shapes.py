@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.contract import CONTRACTS, differences
+from jagg_patch.trainers import find_trainer
 
 HERE = Path(__file__).parent
 DANCE, FLOW, SD = "train_grpo_flux", "train_sd3_fast", "train_grpo_sd"
@@ -476,6 +477,32 @@ def test_a_condition_that_has_changed_since_does_not_hold_any_more():
     assert any("depends on x" in one for one in verdict(DANCE, BACKWARD, wanted + later))
     later = text.replace("            if need:", "            wanted = bool(args.eta)\n            if need:")
     assert any("depends on x" in one for one in verdict(DANCE, BACKWARD, wanted + later))
+
+
+OLD_FAST = [
+    "config.sample.sde_window_size or config.sample.num_steps - 1",
+    "config.sample.train_num_steps",
+    "sde_window_size=window",
+    "train_num_steps=window",
+]
+
+
+@pytest.mark.parametrize("pieces", [OLD_FAST, [*OLD_FAST[:3], "sde_window_size=2, train_num_steps=window"]])
+def test_a_loop_over_train_num_steps_is_planned_so(load_loop, pieces):
+    """As Flow-GRPO's of August and September 2025, and a fork of it with the newer settings beside."""
+    module = load_loop(FLOW, *pieces)
+    handle = install(vars(module))
+    run(module, window=4)
+    assert handle.config.frac == 1 and handle.stats.grouped_steps == 2 * 4
+    direct = [STEPS, STEPS.replace("n_train", "config.sample.train_num_steps")]
+    assert find_trainer(vars(load_loop(FLOW, *pieces, *direct))).window == "train_num_steps"
+
+
+def test_a_setting_that_the_loop_does_not_read_is_not_planned_by(load_loop):
+    module = load_loop(FLOW, "sde_window_size=window", "sde_window_size=window, train_num_steps=2")
+    handle = install(vars(module))
+    run(module, window=4)
+    assert handle.stats.grouped_steps == 2 * 4
 
 
 def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():

@@ -78,6 +78,7 @@ SHUFFLED = {
     "rows beside their orders": f"{ROWS}{EACH}torch.stack([row[perm] for row, perm in zip(sample[key], perms)])\n",
     "in place, row by row": f"{ROWS}            for b, perm in enumerate(perms):\n"
     "                sample['timesteps'][b] = sample['timesteps'][b, perm]\n",
+    "column by column": f"{ORDER}{EACH}torch.stack([sample[key][:, k] for k in order], 1)\n",
     "transposed": f"{ORDER}{EACH}sample[key].transpose(0, 1)[order].transpose(0, 1)\n",
     "turned round": f"            n = n_train\n{EACH}sample[key].flip(1)\n",
     "turned round by name": f"            n = n_train\n{EACH}torch.flip(sample[key], dims=[1])\n",
@@ -123,6 +124,16 @@ NOT_SHUFFLED = {
                                     f"{EACH}sample[key][torch.arange({B})[:, None], perms]\n"],
     "a part of the steps, sorted": [SAMPLES, f"{SAMPLES}            order = torch.randperm(n_train)[:n_train].sort().values\n"
                                     f"{EACH}sample[key][:, order]\n"],
+    "places of one variable, and another of its name": [
+        SAMPLES, f"        shown = random.sample(range({B}), 1)\n        for i in shown:\n"
+        f"            seen = samples[0]['latents'][i]\n{SAMPLES}",
+        "for j in range(n_train):",
+        "for i in range(n_train):\n                j = i\n                sample['at'] = sample['timesteps'][:, i]",
+        "import torch\n", "import random\nimport torch\n"],
+    "steps that are left out of a weight": [
+        SAMPLES, f"{SAMPLES}            chosen = torch.randperm(n_train)[:2]\n"
+        f"            sample['weights'] = torch.ones({B}, n_train)\n"
+        f"            sample['weights'][:, chosen] = 0.5\n"],
     "what isn't trained on": [SAMPLES, f"{SAMPLES}            shown = sample['latents'][:, torch.randperm(n_train)]\n"
                               "            seen = shown.mean()\n"],
 }  # fmt: skip

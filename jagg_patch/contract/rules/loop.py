@@ -69,7 +69,7 @@ def _start(source, contract, steps):
     def opens(node):  # what counts steps doesn't say where they begin
         return not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("range", "enumerate", "len")
 
-    orders = shuffled_orders(function)
+    orders = shuffled_orders(source, function)
     for node in behind(function, steps.iter, opens):
         if not contract.permutation and is_order(node, orders) or _begins_late(function, node):
             yield Difference(

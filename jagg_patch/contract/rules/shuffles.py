@@ -1,6 +1,7 @@
 """Steps that come in another order than the trajectory's, where no permutation says so: they are shuffled before their loop."""
 
 import ast
+from typing import NamedTuple
 
 from ..dataflow import affected, assignments, is_variable, targets, uses, variables
 from ..difference import Difference
@@ -23,7 +24,7 @@ def check_shuffles(source, contract, steps, forwards):
         for name, node in source.defined.items()
         if name not in (contract.rollout, contract.forward, contract.loop)
     }
-    shuffles = [*_shuffles(function), *_calls_that_shuffle(function, helpers)]
+    shuffles = [*_shuffles(source, function), *_calls_that_shuffle(source, function, helpers)]
     everything = assignments(node for node in ast.walk(function) if not _is_in_helper(source, node, function))
     for node in shuffles:
         names = {
@@ -43,16 +44,17 @@ def check_shuffles(source, contract, steps, forwards):
             return  # the others are of the same order
 
 
-def _calls_that_shuffle(function, helpers):
-    orders = shuffled_orders(function)
+def _calls_that_shuffle(source, function, helpers):
+    orders = shuffled_orders(source, function)
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in helpers:
+            here = orders.within(source, node)
             called = helpers[node.func.id]
             arguments = called.args
             parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-            given = {name for name, value in zip(parameters, node.args) if is_order(value, orders)}
-            given |= {keyword.arg for keyword in node.keywords if is_order(keyword.value, orders)}
-            if any(_shuffles(called, given)):
+            given = {name for name, value in zip(parameters, node.args) if is_order(value, here)}
+            given |= {keyword.arg for keyword in node.keywords if is_order(keyword.value, here)}
+            if any(_shuffles(source, called, given)):
                 yield node
 
 
@@ -74,38 +76,68 @@ def _short(node):
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def shuffled_orders(function, given=frozenset()):
-    """The variables of `function` whose values are places in an order that is none of the trajectory's; those `given` are."""
-    names, before = set(given), None
-    nodes = list(ast.walk(function))
-    while names != before:
-        before = set(names)
-        for node in nodes:
+class Orders(NamedTuple):
+    """The variables of a function that are places in an order which is none of the trajectory's; those of several orders too."""
+
+    names: frozenset
+    stacked: frozenset
+
+    def within(self, source, node):
+        """With those of the loops and comprehensions around `node`."""
+        names = set()
+        for one in source.around(node, (ast.For, ast.AsyncFor, *COMPREHENSIONS)):
+            names |= _of_elements(one, self)
+        return self._replace(names=self.names | names)
+
+
+def shuffled_orders(source, function, given=frozenset()):
+    """The `Orders` of `function`, with those that it is `given`."""
+    found, before = Orders(frozenset(given), frozenset(given)), None
+    while found != before:
+        before = found
+        for node in ast.walk(function):
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+                here = found.within(source, node)
                 for target in getattr(node, "targets", None) or [node.target]:
-                    names |= _ordered_targets(target, node.value, names)
-            elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-                names |= _ordered_elements(node.target, node.iter, names)
+                    names = _ordered_targets(target, node.value, here)
+                    found = Orders(found.names | names, found.stacked | (names if _is_stacked(node.value, here) else set()))
             elif isinstance(node, ast.Call) and _name(node) == "shuffle" and node.args and not _has_dimension(node):
-                names |= set(variables(node.args[0])[:1])
-    return names
+                found = found._replace(names=found.names.union(variables(node.args[0])[:1]))
+    return found
 
 
-def _ordered_targets(target, value, names):
+def _is_stacked(node, orders):
+    """Whether `node`, an order, may be one for each sample."""
+    return any(
+        isinstance(part, COMPREHENSIONS) or _name(part) in ("argsort", *SORTS) or orders.stacked.intersection(variables(part)[:1])
+        for part in ast.walk(node)
+    )
+
+
+def _of_elements(loop, orders):
+    """The variables of a loop or comprehension that are elements of an order, or one order of several."""
+    if isinstance(loop, COMPREHENSIONS):
+        return {name for one in loop.generators for name in _ordered_elements(one.target, one.iter, orders)}
+    # An element of one order alone is a place. In a comprehension the places make an order again.
+    names = _ordered_elements(loop.target, loop.iter, orders)
+    return names if _is_stacked(loop.iter, orders) else set()
+
+
+def _ordered_targets(target, value, orders):
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Call) and _name(value) in SORTS:
         return targets(target.elts[1]) if len(target.elts) == 2 else set()
     if isinstance(target, ast.Subscript):  # an order within something else
         return set()
-    return targets(target) if is_order(value, names) else set()
+    return targets(target) if is_order(value, orders) else set()
 
 
-def _ordered_elements(target, iterable, names):
+def _ordered_elements(target, iterable, orders):
     function = _name(iterable)
     if isinstance(target, ast.Tuple) and function == "enumerate" and iterable.args:
-        return _ordered_elements(target.elts[-1], iterable.args[0], names)
+        return _ordered_elements(target.elts[-1], iterable.args[0], orders)
     if isinstance(target, ast.Tuple) and function == "zip":
-        return {name for pair in zip(target.elts, iterable.args) for name in _ordered_elements(*pair, names)}
-    return targets(target) if is_order(iterable, names) else set()
+        return {name for pair in zip(target.elts, iterable.args) for name in _ordered_elements(*pair, orders)}
+    return targets(target) if is_order(iterable, orders) else set()
 
 
 def _name(node):
@@ -115,31 +147,30 @@ def _name(node):
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
-def is_order(node, names):
-    """Whether the value of `node` is such an order, or several, given the variables `names` that are."""
-    if is_variable(node) and names.intersection(variables(node)):
+def is_order(node, orders):
+    """Whether the value of `node` is such an order, or several."""
+    if is_variable(node) and orders.names.intersection(variables(node)):
         return not (isinstance(node, ast.Attribute) and node.attr in SIZES)
     if isinstance(node, ast.Call):
-        return _is_order_called(node, names)
+        return _is_order_called(node, orders)
     if isinstance(node, ast.Attribute):
         if node.attr == "indices" and _name(node.value) in SORTS:
             return True
-        return node.attr not in SIZES and is_order(node.value, names)
+        return node.attr not in SIZES and is_order(node.value, orders)
     if isinstance(node, ast.Subscript):
         if isinstance(node.value, ast.Call) and _name(node.value) in SORTS:
             return ast.unparse(node.slice) in ("1", "-1")
-        return is_order(node.value, names)
+        return is_order(node.value, orders)
     if isinstance(node, COMPREHENSIONS) and not isinstance(node, ast.DictComp):
-        own = {name for one in node.generators for name in _ordered_elements(one.target, one.iter, names)}
-        return is_order(node.elt, names | own)
+        return is_order(node.elt, orders._replace(names=orders.names | _of_elements(node, orders)))
     if isinstance(node, ast.IfExp):
-        return is_order(node.body, names) or is_order(node.orelse, names)
+        return is_order(node.body, orders) or is_order(node.orelse, orders)
     if isinstance(node, (ast.BinOp, ast.List, ast.Tuple, ast.Starred, ast.NamedExpr)):
-        return any(is_order(part, names) for part in ast.iter_child_nodes(node))
+        return any(is_order(part, orders) for part in ast.iter_child_nodes(node))
     return False
 
 
-def _is_order_called(node, names):
+def _is_order_called(node, orders):
     whole = ast.unparse(node.func)
     if _name(node) == "argsort":  # of the timesteps: the trajectory's own
         return not any(word in ast.unparse(node).lower() for word in ("timestep", "sigma"))
@@ -147,9 +178,9 @@ def _is_order_called(node, names):
         return not _has_dimension(node)
     if _name(node) in (*SORTS, *PICKS, *SIZES, "len"):
         return False
-    if isinstance(node.func, ast.Attribute) and is_order(node.func.value, names):
+    if isinstance(node.func, ast.Attribute) and is_order(node.func.value, orders):
         return True
-    return whole.partition(".")[0] in KEEPS and any(is_order(value, names) for value in node.args)
+    return whole.partition(".")[0] in KEEPS and any(is_order(value, orders) for value in node.args)
 
 
 def _has_dimension(node):
@@ -161,21 +192,27 @@ def _is_one(node):
     return ast.unparse(node) in ("1", "[1]", "(1,)")
 
 
-def _shuffles(function, given=frozenset()):
+def _shuffles(source, function, given=frozenset()):
     """Where `function` reorders dimension 1 of something, which is time in what a rollout gives."""
-    orders = shuffled_orders(function, given)
-    rows = _rows(function, orders)
+    orders = shuffled_orders(source, function, given)
     for node in ast.walk(function):
-        if isinstance(node, (ast.Subscript, ast.Call)) and any(word in ast.unparse(node) for word in TIMELESS):
+        if not isinstance(node, (ast.Subscript, ast.Call)) or any(word in ast.unparse(node) for word in TIMELESS):
             continue
-        if isinstance(node, ast.Subscript) and _is_shuffle(node, orders, rows):
+        here = orders.within(source, node)
+        if isinstance(node, ast.Subscript):
+            if _is_shuffle(node, here, _rows(source, node, here)) and not _sets_a_number(source, node):
+                yield node
+            continue
+        given = _arguments(node)
+        if _name(node) in PICKS and any(map(_is_one, given)) and any(is_order(value, here) for value in given):
             yield node
-        elif isinstance(node, ast.Call):
-            given = _arguments(node)
-            if _name(node) in PICKS and any(map(_is_one, given)) and any(is_order(value, orders) for value in given):
-                yield node
-            elif _name(node) in TURNS and (_has_dimension(node) or _turns_by_position(node)):
-                yield node
+        elif _name(node) in TURNS and (_has_dimension(node) or _turns_by_position(node)):
+            yield node
+
+
+def _sets_a_number(source, node):
+    parent = source.parents[node]
+    return isinstance(node.ctx, ast.Store) and not (isinstance(parent, ast.Assign) and not isinstance(parent.value, ast.Constant))
 
 
 def _turns_by_position(node):
@@ -204,17 +241,17 @@ def _is_shuffle(node, orders, rows):
     )
 
 
-def _rows(function, orders):
-    """Variables that count the samples of a batch, or are one of them beside its order."""
+def _rows(source, node, orders):
+    """Variables around `node` that count the samples of a batch, or are one of them beside its order."""
     found = set()
-    for node in ast.walk(function):
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            name = _name(node.iter)
+    for loop in source.around(node, (ast.For, ast.AsyncFor, *COMPREHENSIONS)):
+        for one in getattr(loop, "generators", [loop]):
+            name = _name(one.iter)
             if name == "range":
-                found |= targets(node.target)
-            elif name == "enumerate" and isinstance(node.target, ast.Tuple):
-                found |= targets(node.target.elts[0])
-            elif name == "zip" and any(is_order(value, orders) for value in node.iter.args):
-                pairs = zip(getattr(node.target, "elts", []), node.iter.args)
-                found |= {name for one, value in pairs if isinstance(value, ast.Subscript) for name in targets(one)}
-    return found - orders
+                found |= targets(one.target)
+            elif name == "enumerate" and isinstance(one.target, ast.Tuple):
+                found |= targets(one.target.elts[0])
+            elif name == "zip" and any(is_order(value, orders) for value in one.iter.args):
+                pairs = zip(getattr(one.target, "elts", []), one.iter.args)
+                found |= {name for row, value in pairs if isinstance(value, ast.Subscript) for name in targets(row)}
+    return found - orders.names

@@ -9,6 +9,7 @@ from launch import ROOT, torchrun
 from patchset.mail import patched
 
 from jagg_patch.contract import CONTRACTS, differences, modules
+from jagg_patch.trainers import TRAINERS
 
 require_dancegrpo()
 
@@ -67,6 +68,16 @@ def test_each_version_has_the_right_verdict(upstream, trainer, commit):
     assert patched(text, (ROOT / "patches" / upstream / f"{trainer}.patch").read_text(), file) is not None
     found = [one.what for one in differences(text, CONTRACTS[trainer], modules(read, folder)) if one.is_fatal]
     assert found == BROKEN.get((trainer, commit), [])
+
+
+FAST = [commit for _, trainer, commit in VERSIONS if trainer == "train_sd3_fast"]
+
+
+@pytest.mark.parametrize("commit", FAST)
+def test_each_version_of_the_fast_trainer_is_planned_by_its_own_window(commit):
+    text = git(FLOW_GRPO, "show", f"{commit}:scripts/train_sd3_fast.py")
+    window = "sde_window_size" if "sde_window_size" in text else "train_num_steps"
+    assert TRAINERS["train_sd3_fast"].as_written(text).window == window
 
 
 FLUX = [commit for upstream, trainer, commit in VERSIONS if trainer == "train_grpo_flux"]

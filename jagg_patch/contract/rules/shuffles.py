@@ -77,7 +77,7 @@ def _short(node):
 
 
 class Orders(NamedTuple):
-    """The variables of a function that are places in an order which is none of the trajectory's; those of several orders too."""
+    """The variables of a function that are places in an order other than the trajectory's, and those that are several such."""
 
     names: frozenset
     stacked: frozenset
@@ -109,7 +109,9 @@ def shuffled_orders(source, function, given=frozenset()):
 def _is_stacked(node, orders):
     """Whether `node`, an order, may be one for each sample."""
     return any(
-        isinstance(part, COMPREHENSIONS) or _name(part) in ("argsort", *SORTS) or orders.stacked.intersection(variables(part)[:1])
+        isinstance(part, COMPREHENSIONS)
+        or _name(part) in ("argsort", *SORTS)
+        or orders.stacked.intersection(variables(part)[:1])
         for part in ast.walk(node)
     )
 
@@ -212,7 +214,8 @@ def _shuffles(source, function, given=frozenset()):
 
 def _sets_a_number(source, node):
     parent = source.parents[node]
-    return isinstance(node.ctx, ast.Store) and not (isinstance(parent, ast.Assign) and not isinstance(parent.value, ast.Constant))
+    is_given = isinstance(parent, ast.Assign) and not isinstance(parent.value, ast.Constant)
+    return isinstance(node.ctx, ast.Store) and not is_given
 
 
 def _turns_by_position(node):

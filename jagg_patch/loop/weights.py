@@ -47,17 +47,20 @@ class SameWeights(Watcher):
     def model_output(self, session, visit, output):
         if visit.place.opens:
             self._weights = session.interval.engine.parameters()
-            self._trained, self._versions = self._now()
+            self._trained, self._versions = self._trained_now(), self._versions_now()
             self._reached = self._reach(visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
-        if self._now()[0] != self._trained and (session.interval.way.holds_two_graphs or not is_whole):
+        if self._trained_now() != self._trained and (session.interval.way.holds_two_graphs or not is_whole):
             raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
         if visit.place.closes and not is_whole and self._reach(visit, output) != self._reached:
             raise weights_change(self._first, visit, "which weights the model's output depends on")
 
-    def _now(self):
-        return [weight.requires_grad for weight in self._weights], [weight._version for weight in self._weights]
+    def _trained_now(self):
+        return [weight.requires_grad for weight in self._weights]
+
+    def _versions_now(self):
+        return [weight._version for weight in self._weights]
 
     def _reach(self, visit, output):
         """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""
@@ -75,7 +78,7 @@ class SameWeights(Watcher):
             return  # a second backward, which the knots refuse
         if ready:
             self._require_unchanged(interval, interval.where)
-            if self._now()[0] != self._trained and (interval.before in ready or not interval.before.is_done):
+            if self._trained_now() != self._trained and (interval.before in ready or not interval.before.is_done):
                 raise JaggError(
                     f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
@@ -95,7 +98,7 @@ class SameWeights(Watcher):
 
     def _require_unchanged(self, interval, where):
         is_whole = len(interval.positions) == 2 and interval.before.is_done
-        if self._now()[1] != self._versions and not is_whole:
+        if self._versions_now() != self._versions and not is_whole:
             raise JaggError(
                 f"{where}: weights were changed in place since the group that began at {self._first.where} (swapped for their "
                 "average?)\n"

@@ -18,6 +18,7 @@ from matrix import ENGINES, Cell, Engine
 
 import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
+from jagg_patch.engines import gradients
 
 loop = matrix_cells.loop
 # Blocks of one shape. A block's weights and what its forward keeps are of one size, and the model output is next to nothing.
@@ -40,7 +41,7 @@ MEASURED = ["no engine", "DDP", "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD"]
 if hasattr(torch.distributed.fsdp, "fully_shard"):
     MEASURED.append("FSDP2")  # torch 2.5 has it elsewhere, and not for a CPU
 CELLS = {"": Cell(), "checkpointing": Cell(checkpointing=True)}
-SCHEDULES = {"exact": None, "joint": dict(schedule="joint"), "sequential": dict(schedule="sequential")}
+SCHEDULES = {"exact": None} | {name: dict(schedule=name, self_check=False) for name in ("joint", "sequential")}
 
 # Of which the least counts: gloo's threads let go of a gathered block a moment earlier or later. Fewer where two are alike.
 REPEATS = {name: 3 if name.startswith("FSDP") else 1 for name in MEASURED}
@@ -66,7 +67,7 @@ def predicted_excess(engine):
         return found[0]
 
     jagg_patch.loop.schedule.joint_excess, jagg_patch.loop.schedule.MEASURED_UPDATES = recorded_joint_excess, 1
-    handle = install(vars(loop), config=JaggConfig(group_size=3, frac=1, schedule="auto"))
+    handle = install(vars(loop), config=JaggConfig(group_size=3, frac=1, schedule="auto", self_check=False))
     try:
         for _ in range(2):
             engine.optimizer.zero_grad()
@@ -85,7 +86,28 @@ def measure(name, cell):
     with matrix_cells.one_rollout():
         for schedule, settings in SCHEDULES.items():
             record["saved"][schedule], record["allocated"][schedule] = peaks(engine, settings, REPEATS[name])
+        record["checked"] = peak_of_a_check(engine)
     return record
+
+
+def peak_of_a_check(engine):
+    """Of a sequential training step with the self-check in it, as on a device: what is copied to the host doesn't count."""
+    allocated, to, may_be_emptied = Allocated(), torch.Tensor.to, gradients.may_be_emptied
+
+    def watched_to(tensor, *args, copy=False, **kwargs):
+        result = to(tensor, *args, copy=copy, **kwargs)
+        if copy:
+            allocated.forget(result)
+        return result
+
+    torch.Tensor.to = watched_to
+    gradients.may_be_emptied = lambda grad: grad.untyped_storage().nbytes() == grad.nbytes
+    try:
+        with allocated.watching():
+            train(engine, SCHEDULES["sequential"] | {"self_check": True})
+    finally:
+        torch.Tensor.to, gradients.may_be_emptied = to, may_be_emptied
+    return allocated.peak
 
 
 def peaks(engine, settings, repeats):

@@ -5,7 +5,7 @@ The update is that of two exact backwards a group, and the collectives are those
 
 import pytest
 import torch
-from matrix import ENGINES, GROUPS, N_BLOCKS, N_SAMPLES, by_group, launch, relative_error
+from matrix import ENGINES, GROUPS, N_BLOCKS, N_SAMPLES, PATCHED, by_group, launch, relative_error
 
 
 PLACES = [(engine, cell) for engine, row in ENGINES.items() for cell in row.cells]
@@ -47,6 +47,20 @@ def sizes(engine, cell):
 def n_backwards(run, size):
     """How many autograd calls that reach the model a group of `size` comes to."""
     return {"unpatched": size, "joint": 1, "sequential": min(size, 2)}[run]
+
+
+@every_cell
+def test_the_self_check_agrees(records, engine, cell):
+    """Once a run, with training's own gradient where the engine has that by itself; not on DeepSpeed."""
+    accumulates = ENGINES[engine].accumulates or ENGINES[engine].cells[cell].accumulates
+    for runs in records:
+        for label in PATCHED:
+            if engine.startswith("ZeRO"):
+                assert runs[label]["checks"] == []
+                continue
+            ((error, is_own),) = runs[label]["checks"]
+            assert error <= 2e-7
+            assert is_own == (not accumulates and label != "sequential, groups of two")
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])

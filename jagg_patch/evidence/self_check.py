@@ -41,7 +41,7 @@ class SelfCheck(Watcher):
     def forget(self, session):
         self._drop()
 
-    def update_ends(self, session):
+    def update_begins(self, session, step):
         self.seconds = 0.0
 
     def interval_begins(self, session, visit):

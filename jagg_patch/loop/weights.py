@@ -118,7 +118,8 @@ def weights_reached(output):
         found = [id(next_.variable) for next_, _ in node.next_functions if is_weight(next_)]
         if found:
             entrances[node] = found
-    parts = {(weight, part) for node in nodes for next_, part in node.next_functions for weight in entrances.get(next_, ())}
+    edges = [(output.grad_fn, output.output_nr), *(edge for node in nodes for edge in node.next_functions)]
+    parts = {(weight, part) for node, part in edges for weight in entrances.get(node, ())}
     return ends, list(entrances), frozenset(parts | {(id(node.variable), None) for node in ends})
 
 

@@ -28,6 +28,8 @@ def banner(trainer, config, args):
     groups = plan_groups(visited, config)
     settings = [f"group_size {config.group_size}", f"frac {share(config.frac)}", f"aggregation {config.aggregation}"]
     settings.append(f"schedule {config.schedule}")
+    if config.cuts:
+        settings.append(f"cuts {','.join(map(str, config.cuts))}")
     if config.skip_forwards:
         settings.append("skip_forwards 1")
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]

@@ -136,7 +136,7 @@ class Handle:
             say_on_rank_zero(describe_probe(record))
         if self._log is not None and is_first_rank():
             run = {"jagg": __version__, "trainer": self._trainer.name, "group_size": self.config.group_size}
-            run["aggregation"] = self.config.aggregation
+            run |= {"aggregation": self.config.aggregation, "cuts": self.config.cuts}
             self._log.write(run | self._costs | record)
 
     def _announce(self, args):

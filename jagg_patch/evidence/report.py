@@ -113,7 +113,8 @@ def choices(found, record, threshold, forwards=None):
         for n in range(1, len(groups) + 1):
             if not values[n - 1] or fmean(values[n - 1]) < threshold:
                 break
-            config = JaggConfig(group_size=entry["group_size"], frac=as_frac(groups[n - 1].stop, visited))
+            frac = as_frac(groups[n - 1].stop, visited)
+            config = JaggConfig(group_size=entry["group_size"], frac=frac, cuts=record.get("cuts", ()))  # none in older logs
             planned = [group for group in plan_groups(visited, config) if len(group) > 1]
             if planned != groups[:n] or sum(map(len, planned)) == 2 * len(planned):
                 continue  # that many steps would be grouped otherwise than they were measured, or nothing would be saved

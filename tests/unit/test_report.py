@@ -76,6 +76,13 @@ def test_choices_stop_before_the_first_group_whose_mean_is_below_the_threshold()
     assert choices(cosines(RUN[1:]), RUN[1], threshold=0.995) == []
 
 
+def test_groups_that_were_cut_are_chosen_as_they_were_measured():
+    """Nine steps with W=5 are five and four, cut at 3 three and six."""
+    probed = record(1, {5: [(3, 0.9), (6, 0.9)]}, cuts=[3])
+    assert [(o["frac"], o["groups"]) for o in choices(cosines([probed]), probed, threshold=0.8)] == [(1.0, [3, 6]), (0.4, [3])]
+    assert [o["frac"] for o in choices(cosines([probed]), record(1), threshold=0.8)] == [0.4]
+
+
 def test_with_skipped_forwards_the_costs_are_those_that_the_run_has_come_to(report, tmp_path):
     """By hand: 9 steps cost 9 * 4, the group of 5 takes 9 forwards looking ahead and 8 in the joint schedule."""
     for forwards, update in ((3, 4 * 4 + 9), (2, 4 * 4 + 8)):

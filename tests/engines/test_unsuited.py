@@ -1,4 +1,4 @@
-"""The self-check and the comparison of weights on two ranks with different samples, engine by engine (check_cells.py).
+"""The self-check and the comparison of weights on two ranks with different samples, engine by engine (unsuited_cells.py).
 
 In one process tests/unit has it. That it stays silent over the matrix is in test_matrix.py.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_cells import CELLS, N_RANKS
+from unsuited_cells import CELLS, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -27,7 +27,7 @@ STOPPED = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("checks")
-    forked(N_RANKS, Path(__file__).parent / "check_cells.py", out, cwd=out)
+    forked(N_RANKS, Path(__file__).parent / "unsuited_cells.py", out, cwd=out)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(N_RANKS)]
 
 

@@ -1,7 +1,7 @@
 """Runs under torchrun: models that don't suit groups, on one engine after another, each rank with its own samples.
 
-usage: torchrun ... unsuited_cells.py OUT; writes OUT/rank{N}.pt, `{(engine, model, schedule): what stopped it, or None}`. The tests
-that read them are in test_unsuited.py.
+usage: torchrun ... unsuited_cells.py OUT; writes OUT/rank{N}.pt, `{(engine, model, schedule): what stopped it, or None}`. The
+tests that read them are in test_unsuited.py.
 """
 
 import sys

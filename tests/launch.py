@@ -48,7 +48,7 @@ def forked(n_ranks, script, *arguments, cwd, env=(), timeout=900):
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent has one for its processes too
     ranks = {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    ranks["TORCHELASTIC_USE_AGENT_STORE"] = True
+    ranks |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     environment = {key: str(value) for key, value in (settings(env) | ranks).items()}
     words = [str(word) for word in (script, *arguments)]
     printed = [Path(cwd, f"printed{rank}") for rank in range(n_ranks)]

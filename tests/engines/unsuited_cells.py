@@ -28,8 +28,9 @@ ENGINES = {
     "DDP, no broadcast": partial(DistributedDataParallel, broadcast_buffers=False),
     "DDP, unused": partial(DistributedDataParallel, find_unused_parameters=True),
     "FSDP1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
-    "FSDP2": fully_shard,
 }
+if hasattr(torch.distributed.fsdp, "fully_shard"):
+    ENGINES["FSDP2"] = fully_shard  # torch 2.5 has it elsewhere, and not for a CPU
 WEIGHTS = "Experts", "SwitchedInside", "InTheMiddle"  # which not all forwards use, so that DDP has to look for unused ones
 OTHERS = "Plain", "RankMask", "InOneBuffer", "Injected", "Scaled"
 CELLS = [

@@ -7,4 +7,4 @@ class JaggError(RuntimeError):
 
 def no_probe(why):
     """The `JaggError` to raise where a probe is asked for, and the engine allows none."""
-    return JaggError(f"the probe can't run: {why}\nunset JAGG_PROBE_EVERY, or probe a run of the same model on DDP or FSDP")
+    return JaggError(f"the probe can't run: {why}\nunset JAGG_PROBE_EVERY, or probe a run of the same model without that")

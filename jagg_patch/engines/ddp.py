@@ -24,10 +24,16 @@ class Ddp(Engine):
 
     @property
     def no_replay(self):
-        hooks = [hook for module in self._wrapped for hook in getattr(module, "_comm_hooks", ())]
-        if any(state is not None and not isinstance(state, ProcessGroup) for _, state in hooks):
+        if any(state is not None and not isinstance(state, ProcessGroup) for _, state in self._hooks()):
             return "DDP's communication hook has a state of its own, which every backward changes"
-        return None
+        return super().no_replay
+
+    @property
+    def rounds_gradients(self):
+        return bool(self._hooks())  # most of them compress
+
+    def _hooks(self):
+        return [hook for module in self._wrapped for hook in getattr(module, "_comm_hooks", ())]
 
     @property
     def broadcasts_buffers(self):

@@ -12,8 +12,6 @@ class Engine:
     broadcasts_buffers = False
     # The parameter that every backward pass has to reach, or None where none has to.
     link = None
-    # Why forwards and backwards that are no part of the update can't be run without changing it, or None.
-    no_replay = None
 
     def __init__(self, model):
         self.model = model
@@ -21,6 +19,22 @@ class Engine:
     def parameters(self):
         """The parameters in whose `.grad` an optimizer finds gradients."""
         return list(self.model.parameters())
+
+    def leaves(self):
+        """What stands for `parameters()` in a graph."""
+        return self.parameters()
+
+    @property
+    def no_replay(self):
+        """Why forwards and backwards that are no part of the update can't be run without changing it, or None."""
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters()):
+            return "hooks run after each gradient that a parameter is given, and may keep it"
+        return None
+
+    @property
+    def rounds_gradients(self):
+        """Whether gradients are reduced in less than float32."""
+        return False
 
     def is_own(self, leaf):
         """Whether `leaf`, to which a graph leads, stands for some of `parameters()`, which are given its gradient."""

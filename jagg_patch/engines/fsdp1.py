@@ -18,8 +18,15 @@ class Fsdp1(Engine):
         units = FSDP.fsdp_modules(model)
         return cls(model, units) if units else None
 
+    def leaves(self):
+        return [unit._handle.flat_param for unit in self._units] or super().leaves()
+
     def is_own(self, leaf):
         return any(leaf is unit._handle.flat_param for unit in self._units)
+
+    @property
+    def rounds_gradients(self):
+        return any(unit._handle._reduce_dtype.itemsize < 4 for unit in self._units)
 
     def leaves_whole_gradients(self):
         return all(unit._sync_gradients for unit in self._units)

@@ -19,6 +19,15 @@ class Fsdp2(Engine):
         sharded = {id(gathered): parameter for gathered, parameter in self._pairs()}
         return [sharded.get(id(parameter), parameter) for parameter in super().parameters()]
 
+    def leaves(self):
+        gathered = {id(parameter): gathered for gathered, parameter in self._pairs() if gathered is not None}
+        return [gathered.get(id(parameter), parameter) for parameter in self.parameters()]
+
+    @property
+    def rounds_gradients(self):
+        dtypes = [group.mp_policy.reduce_dtype or group.mp_policy.param_dtype for group in self._groups]
+        return any(dtype is not None and dtype.itemsize < 4 for dtype in dtypes)
+
     def is_own(self, leaf):
         return any(leaf is gathered for gathered, _ in self._pairs())
 

@@ -14,6 +14,7 @@ class GradientsSetAside:
 
     def __init__(self, parameters):
         self._kept = {}  # parameter: its gradient, and a copy of that
+        self.are_back = False
         self.also(parameters)
 
     def also(self, parameters):
@@ -56,6 +57,7 @@ class GradientsSetAside:
         # After an exception FSDP1 is left with gathered weights, which don't take a shard's gradient.
         with suppress(RuntimeError) if kind else nullcontext():
             self._put_back()
+            self.are_back = True
 
 
 def gradients_of(parameters, device=None):

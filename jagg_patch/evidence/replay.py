@@ -12,11 +12,12 @@ from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
+from .settings import attributes_of, put_attributes, put_settings, settings_of
 
 
 @dataclass(eq=False)
 class KeptForward:
-    """A training forward as it was called: in what autocast and random state, and which weights were trained.
+    """A training forward as it was called: in what autocast and random state, with which settings, and which weights trained.
 
     output: what the model gave, `[B, ...]`. upstream_grad: its loss's s_j, once that has come.
     """
@@ -25,6 +26,7 @@ class KeptForward:
     autocast: list
     random: list
     trained: list
+    settings: list
     output: torch.Tensor | None = None
     upstream_grad: torch.Tensor | None = None
 
@@ -40,7 +42,8 @@ class KeptForward:
             )
             for device in ("cpu", "cuda")
         ]
-        return cls(visit, autocast, random_state(), which_are_trained(visit.step.model))
+        model = visit.step.model
+        return cls(visit, autocast, random_state(), which_are_trained(model), settings_of(model))
 
     def keep_gradient(self, value):
         """`value` stands for the model output in the solver step, so its gradient is s_j."""
@@ -50,16 +53,12 @@ class KeptForward:
         self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
 
     @property
-    def is_low(self):
-        """Whether it is computed in less than float32."""
-        return self.output.element_size() < 4 or any(state["enabled"] for state in self.autocast)
-
-    @property
     def step(self):
         return self.visit.step
 
     def run(self, session):
         """The model output again, `[B, ...]`, with a graph where gradients are on."""
+        put_settings(self.settings)
         train_these(self.trained)
         with session.capturing() as outputs, ExitStack() as stack:
             for state in self.autocast:
@@ -74,20 +73,20 @@ class KeptForward:
             )
         return outputs[0]
 
-    def was(self, output):
+    def was(self, output, same=SAME):
         """Whether `run` gave again what the update had; it doesn't if the loop changes its samples in place, say."""
         difference = (output.detach() - self.output).float().norm()
-        return bool(difference <= SAME * self.output.float().norm())
+        return not bool(difference > same * self.output.float().norm())  # NaN is what it was
 
     def backward(self, session, grad, aside):
         """Run it, and the backward pass from its output with `grad`. Whether it `was` the same."""
         return self.backward_from(self.run(session), grad, aside)
 
-    def backward_from(self, output, grad, aside):
+    def backward_from(self, output, grad, aside, same=SAME):
         """The same, of what `run` has returned."""
         aside.also(leaves([output], engine_of(self.step.model)))
         torch.autograd.backward(output, grad)
-        return self.was(output)
+        return self.was(output, same)
 
 
 def backward_as_trained(session, forwards, folded, aside):
@@ -123,6 +122,12 @@ def leaves(outputs, engine):
     return [leaf for leaf in found if not engine.is_own(leaf)]
 
 
+def is_low(output):
+    """Whether anything in the graph of `output` is less than float32."""
+    dtypes = {one.dtype for node in graph_nodes([output]) for one in node._input_metadata}
+    return bool(dtypes & {torch.bfloat16, torch.float16})
+
+
 def random_state():
     """For `put_back`: the state of every source of random numbers that a forward may draw from."""
     found = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
@@ -154,19 +159,23 @@ def train_these(trained):
 def nothing_changed(forwards, optimizer):
     """Inside, kept `forwards` may be run, and backward passes from their outputs.
 
-    After it gradients, which weights are trained, buffers and the random state are as before. Yields the `GradientsSetAside`.
+    After it gradients, which weights are trained, buffers, modules' attributes and random states are as before. Yields the
+    `GradientsSetAside`.
     """
     models = list(dict.fromkeys(forward.step.model for forward in forwards))
     trained = [pair for model in models for pair in which_are_trained(model)]
     parameters = [parameter for parameter, _ in trained]
     parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = random_state()
+    state, attributes = random_state(), [entry for model in models for entry in attributes_of(model)]
+    settings = [entry for model in models for entry in settings_of(model)]  # a list may have changed, and a generator's state
     buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]  # running statistics, say
     try:
         with torch.enable_grad(), GradientsSetAside(parameters) as aside:
             yield aside
     finally:
         put_back(state)
+        put_attributes(attributes)
+        put_settings(settings)
         train_these(trained)
         for buffer, kept in buffers:
             buffer.detach().copy_(kept)

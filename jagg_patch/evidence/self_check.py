@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from ..engines.gradients import gradients_of
 from ..errors import JaggError
+from ..loop.between import Compared
 from ..loop.watcher import Watcher
 from ..loop.weights import weights_reached
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, leaves, nothing_changed
+from .replay import KeptForward, backward_as_trained, compare, is_low, leaves, nothing_changed
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
+SAME = 0.01  # of these: what a forward that is run again may differ
 
 
 class SelfCheck(Watcher):
@@ -26,7 +28,7 @@ class SelfCheck(Watcher):
 
     def __init__(self, config, say=lambda line: None):
         self._is_on = config.enabled and config.self_check
-        self._checked = set()  # ways of running a group
+        self._checked = set()  # ways of running a group, the same on every rank
         self._say = say
         self.seconds = 0.0
         self.is_measuring = False
@@ -42,16 +44,18 @@ class SelfCheck(Watcher):
         self._drop()
 
     def update_begins(self, session, step):
+        self._drop()
         self.seconds = 0.0
 
     def interval_begins(self, session, visit):
-        if not self._is_on or self._interval is not None or way_of(session.interval) in self._checked:
+        is_compared = isinstance(session.interval.outputs, Compared)  # whose forwards all run, though some are to be skipped
+        if not self._is_on or self._interval is not None or way_now(session) in self._checked or is_compared:
             return
         engine = session.interval.engine
         if engine.no_replay is not None:
             self._give_up(engine.no_replay)
             return
-        self._interval, self._where, self._way = session.interval, visit.where, way_of(session.interval)
+        self._interval, self._where, self._way = session.interval, visit.where, way_now(session)
         self._parameters = engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._forwards.append(KeptForward.of(visit))
@@ -94,52 +98,67 @@ class SelfCheck(Watcher):
                 "an optimizer stepped inside the self-check's backward passes, as one does that steps in gradient hooks\n"
                 "it would train: run with JAGG_SELF_CHECK=0"
             )
-        if self._interval is not None and self._interval.after.is_done:
+        if not self._is_on or not session.in_update or not session.order.groups or way_now(session) in self._checked:
+            return
+        # A rank may have left out all its samples.
+        is_ready = self._interval is not None and self._interval.after.is_done
+        ready, has_own = zip(*gathered((is_ready, self._own is not None)), strict=True)
+        if all(ready):
             start = now()
-            self._measure(session, optimizer)
-            self._drop()
+            self._measure(session, optimizer, all(has_own))
             self.seconds = now() - start
+        self._drop()
 
-    def _measure(self, session, optimizer):
+    def _measure(self, session, optimizer, has_own):
         """Compare; all ranks at once."""
-        has_own = all(gathered(self._own is not None))
         folded = [self._folded[knot] for knot in (self._interval.before, self._interval.after)]
         self.is_measuring = True
         try:
             with nothing_changed(self._forwards, optimizer) as aside:
                 mine = self._compared(session, folded, self._own if has_own else None, aside)
+        except JaggError:
+            raise
+        except Exception as error:
+            if not aside.are_back:
+                raise
+            first, *_ = str(error).splitlines() or [""]
+            mine = {"why": f"its forward or backward can't be run again ({type(error).__name__}: {first})"}
         finally:
             self.is_measuring = False
         everyone = gathered(mine)
-        apart, size = (sum(one[name] for one in everyone) for name in ("apart", "size"))
-        if not all(one["is_same"] for one in everyone):
-            self._give_up("a forward gives something else when it is run again, so it depends on what is set outside of it")
-        elif not (math.isfinite(apart) and math.isfinite(size)):
-            self._give_up("its gradient isn't finite")
-        elif size > 0:  # else the next training step's
+        why = next((one["why"] for one in everyone if "why" in one), None)
+        if why is not None:
+            self._give_up(why)
+            return
+        if math.isfinite(mine["error"]):  # else there was no gradient, or no finite one: the next group's
             self._checked.add(self._way)
-            self._judge(math.sqrt(apart / size), everyone)
+            self._judge(mine["error"], mine["own_error"], mine["is_low"], everyone)
 
     def _give_up(self, why):
         self._is_on = False
         self._say(f"JAGG: no self-check of a group: {why}")
 
     def _compared(self, session, folded, own, aside):
+        """How far the group's gradient, as training got it or would, is from the one at once; and what is wrong on this rank."""
         first, *between, last = self._forwards
-        is_same = True
-        if own is None:
-            is_same &= backward_as_trained(session, self._forwards, folded, aside)
-            own = aside.take("cpu")
-        weights = []
-        parts = []
+        parts, weights, low, is_same = [], [], self._interval.engine.rounds_gradients, True
         for forward, gradient in ((first, folded[0]), (last, folded[1])):
             output = forward.run(session)
-            weights.append(weights_reached(output)[-1])
-            is_same &= forward.backward_from(output, gradient, aside)
+            weights.append(weights_reached(output))
+            low |= is_low(output)
+            is_same &= forward.backward_from(output, gradient, aside, SAME * rounding(low))
             parts.append(aside.take("cpu"))
-        for parameter, part in parts[0].items():
-            own[parameter] = (own[parameter] if parameter in own else torch.zeros_like(part)).float() - part.float()
-        found = {"is_same": is_same, "apart": compare(own, parts[1])[3], "size": sum(compare(part, part)[2] for part in parts)}
+        own_apart = math.inf if own is None else distance(own, parts)
+        size = sum(compare(part, part)[2] for part in parts)
+        everyone = gathered((own_apart, size, low))
+        own_apart, size = (sum(one[place] for one in everyone) for place in (0, 1))
+        low = any(one[-1] for one in everyone)
+        found = {"own_error": relative(own_apart, size), "is_low": low, "error": relative(own_apart, size)}
+        if not found["error"] <= rounding(low):  # the loop's own gradients may be among training's
+            backward_as_trained(session, self._forwards, folded, aside)
+            found["error"] = relative(sum(gathered(distance(aside.take("cpu"), parts))), size)
+        if not is_same:
+            found["why"] = "a forward gives something else when it is run again: it goes by what is set elsewhere"
         return found | self._between(session, between, weights[0], aside)
 
     def _between(self, session, between, weights, aside):
@@ -147,21 +166,25 @@ class SelfCheck(Watcher):
         found = {"other": None, "adds": None}
         for forward in between:
             output = forward.run(session)
-            if weights_reached(output)[-1] != weights:
+            if weights_reached(output) != weights:
                 found["other"] = found["other"] or forward.visit.where
             forward.backward_from(output, torch.zeros_like(output), aside)
             if any(bool((gradient.abs() > 0).any()) for gradient in aside.take().values()):
                 found["adds"] = found["adds"] or forward.visit.where
         return found
 
-    def _judge(self, error, everyone):
+    def _judge(self, error, own_error, is_low, everyone):
         other, adds = (next((one[name] for one in everyone if one[name]), None) for name in ("other", "adds"))
-        is_low = any(forward.is_low for forward in self._forwards)
-        if error > (ROUNDING_LOW if is_low else ROUNDING):
+        if error > rounding(is_low):
             raise JaggError(
                 f"{self._where}: the group's gradient is {error:.1%} off the one with each backward right after its forward\n"
                 "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): run "
                 "with JAGG_ENABLED=0"
+            )
+        if rounding(is_low) < own_error < math.inf:
+            self._say(
+                f"JAGG: {own_error:.1%} of a group's gradient hasn't come through the model's outputs (a penalty on weights?), "
+                "and hasn't been checked"
             )
         if other is not None:
             raise JaggError(
@@ -175,8 +198,28 @@ class SelfCheck(Watcher):
             )
 
 
-def way_of(interval):
-    return type(interval.way), type(interval.outputs)
+def rounding(is_low):
+    return ROUNDING_LOW if is_low else ROUNDING
+
+
+def relative(squared_distance, squared_size):
+    return math.sqrt(squared_distance / squared_size) if squared_size > 0 else math.nan
+
+
+def distance(whole, parts):
+    """Squared, between the gradient `whole` and the sum of two `parts`, over the weights that these have."""
+    one, other = parts
+    rest = {}
+    for parameter in one | other:
+        like = one.get(parameter, other.get(parameter))
+        value = whole.get(parameter, torch.zeros_like(like)).float()
+        rest[parameter] = value - one[parameter].float() if parameter in one else value
+    return compare(rest, other)[3]
+
+
+def way_now(session):
+    """How groups run: the same on every rank."""
+    return session.schedule.name == "joint", session.skipping.is_on
 
 
 def gathered(value):

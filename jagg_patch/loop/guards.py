@@ -13,8 +13,9 @@ from ..errors import JaggError
 from ..method.proxy import graph_nodes
 from .memory import CHANGED
 from .watcher import Watcher
-from .weights import is_weight
+from .weights import is_weight, reached_beside
 
+TWICE = "Trying to backward through the graph a second time"  # as torch has it
 OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
 
 
@@ -49,6 +50,8 @@ class Guards(Watcher):
             # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
             if not interval.engine.drop_gradients():
                 self._spoilt_at = interval.where
+        if interval is not None and TWICE in str(error):
+            raise reached_beside(interval.where) from error
         if interval is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
             remedy = "pass broadcast_buffers=False to DDP" if interval.engine.broadcasts_buffers else "let it keep a copy"
             raise JaggError(

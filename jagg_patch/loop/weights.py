@@ -5,33 +5,34 @@ only, would get another share of it than theirs.
 """
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
 from .watcher import Watcher
 
-
 MOST_KEPT = 1000  # timesteps, where every sample has its own
 
 
 class SameWeights(Watcher):
-    """Which weights are trained, and their versions, are compared at every step of a group.
+    """Which weights are trained, their versions, and which of them losses reach directly are compared at every step of a group.
 
-    Unless `walks` is False: which of them a knot's graph reaches, and what its loss reaches beside the model's output. That takes
-    a walk through the graph, so it is looked at where a timestep is a knot's for the first time.
+    Unless `walks` is False: which of them the knots' graphs reach. That takes a walk through a graph, so it is looked at where a
+    timestep is a knot's for the first time.
     """
 
     def __init__(self, walks=True):
         self._walks = walks
-        self._reached_at = {}  # by model, a knot's timesteps and what is trained there: the weights that its graph reaches
+        self._reached_at = {}  # by model, a knot's timesteps and what is trained there: what its graph reaches
+        self._ends_of = None, ()  # model and what is trained, and the nodes that add up those weights' gradients
         self.forget(None)
 
     def forget(self, session):
         self._first = None  # the visit that the group began with
         self._weights = self._trained = self._versions = ()
         self._reached = None
-        self._entrances = self._ends = ()
-        self.beside = None  # of each weight, whether the losses of the group reach it beside the model's output
+        self._ends = ()
+        self.beside = None  # of each trained weight, whether a loss of the group reaches it beside the model's output
 
     def interval_begins(self, session, visit):
         self.forget(session)
@@ -46,8 +47,11 @@ class SameWeights(Watcher):
 
     def model_output(self, session, visit, output):
         if visit.place.opens:
-            self._weights = session.interval.engine.parameters()
-            self._trained, self._versions = self._trained_now(), self._versions_now()
+            engine = session.interval.engine
+            self._weights = engine.parameters()
+            self._trained = self._trained_now()
+            self._versions = self._versions_now()
+            self._ends = self._ends_now(engine)
             self._reached = self._reach(visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
@@ -60,7 +64,14 @@ class SameWeights(Watcher):
         return [weight.requires_grad for weight in self._weights]
 
     def _versions_now(self):
-        return [weight._version for weight in self._weights]
+        """Of those that are trained: a model may count in a frozen one."""
+        return [weight._version for weight, is_trained in zip(self._weights, self._trained, strict=True) if is_trained]
+
+    def _ends_now(self, engine):
+        key = id(engine.model), tuple(self._trained)
+        if self._ends_of[0] != key:
+            self._ends_of = key, [get_gradient_edge(weight)[0] for weight in engine.leaves() if weight.requires_grad]
+        return self._ends_of[1]
 
     def _reach(self, visit, output):
         """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""
@@ -68,9 +79,7 @@ class SameWeights(Watcher):
         if len(self._reached_at) == MOST_KEPT:
             self._reached_at.clear()
         if self._walks and key not in self._reached_at:
-            ends, entrances, self._reached_at[key] = weights_reached(output)
-            if visit.place.opens:
-                self._ends, self._entrances = ends, entrances
+            self._reached_at[key] = weights_reached(output)
         return self._reached_at.get(key)
 
     def gradient_comes(self, session, interval, place, ready):
@@ -83,18 +92,11 @@ class SameWeights(Watcher):
                     f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
                 )
-        will_run = torch._C._will_engine_execute_node
-        if self._ends and not ready:
-            beside = [will_run(end) for end in self._ends]
-            if place.opens and any(map(will_run, self._entrances)) or self.beside not in (None, beside):
-                raise JaggError(
-                    f"{interval.where}: a loss of the group reaches weights by another way than the model's output (an auxiliary "
-                    "loss?)\n"
-                    "the steps between would lose that gradient: leave it out, or run with JAGG_ENABLED=0"
-                )
-            self.beside = beside
-        if place.opens:
-            self._entrances = ()  # they hold the graph
+            return
+        beside = list(map(torch._C._will_engine_execute_node, self._ends))
+        if self.beside not in (None, beside):
+            raise reached_beside(interval.where)
+        self.beside = beside
 
     def _require_unchanged(self, interval, where):
         is_whole = len(interval.positions) == 2 and interval.before.is_done
@@ -107,12 +109,11 @@ class SameWeights(Watcher):
 
 
 def weights_reached(output):
-    """What a backward from `output` reaches: the nodes that add up weights' gradients, those before them, and which weights.
+    """What a backward from `output` reaches: the identities of weights, each with the number of a part.
 
-    The last as a set of identities, each with the number of a part: FSDP1 keeps a block's weights in one, and splits it.
+    The parts are for FSDP1, which keeps a block's weights in one, and splits it.
     """
     nodes = list(graph_nodes([output]))
-    ends = [node for node in nodes if is_weight(node)]
     entrances = {}
     for node in nodes:
         found = [id(next_.variable) for next_, _ in node.next_functions if is_weight(next_)]
@@ -120,12 +121,20 @@ def weights_reached(output):
             entrances[node] = found
     edges = [(output.grad_fn, output.output_nr), *(edge for node in nodes for edge in node.next_functions)]
     parts = {(weight, part) for node, part in edges for weight in entrances.get(node, ())}
-    return ends, list(entrances), frozenset(parts | {(id(node.variable), None) for node in ends})
+    return frozenset(parts | {(id(node.variable), None) for node in nodes if is_weight(node)})
 
 
 def is_weight(node):
     """Whether `node` adds up the gradient of a model's parameter, and not of another tensor that asks for one."""
     return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+
+
+def reached_beside(where):
+    """The `JaggError` to raise when a loss of the group reaches weights by another way than the model's output."""
+    return JaggError(
+        f"{where}: a loss of the group reaches weights by another way than the model's output (an auxiliary loss?)\n"
+        "the steps between would lose that gradient: leave it out, or run with JAGG_ENABLED=0"
+    )
 
 
 def weights_change(first, visit, what):

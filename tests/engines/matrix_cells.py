@@ -111,9 +111,9 @@ checks = []  # what the self-checks have found: of each the relative error, and 
 def watch_checks():
     judge = SelfCheck._judge
 
-    def watched_judge(self, error, everyone):
-        checks.append((error, self._own is not None))
-        judge(self, error, everyone)
+    def watched_judge(self, error, own_error, *others):
+        checks.append((error, error == own_error))
+        judge(self, error, own_error, *others)
 
     SelfCheck._judge = watched_judge
 

@@ -28,7 +28,7 @@ STOPPED = {
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("checks")
     forked(N_RANKS, Path(__file__).parent / "unsuited_cells.py", out, cwd=out)
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(N_RANKS)]
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(N_RANKS)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=", ".join)

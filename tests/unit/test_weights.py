@@ -32,7 +32,7 @@ def trains(load_loop):
             install(vars(module), config=JaggConfig(**{"frac": 1, "self_check": True} | settings))
         torch.manual_seed(1)
         module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.0))
-        return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
 
     return run
 
@@ -111,6 +111,46 @@ def test_an_auxiliary_loss_of_the_model_s_stops(trains, model, schedule):
 def test_an_auxiliary_loss_in_sequential_groups_of_two_is_exact(trains, model):
     found = trains(model, WITH_AUX, schedule="sequential", group_size=2)
     assert_close(found, trains(model, WITH_AUX), rtol=1e-5, atol=1e-7)
+
+
+class ValueHead(models.Plain):
+    """A loss of a head of its own on what the model's graph doesn't go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        self.aux = self.head(hidden.detach()).square().mean()
+        return self.net[2](hidden)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty, ValueHead])
+def test_an_auxiliary_loss_that_begins_later_stops(trains, model, schedule):
+    later = BACKWARD, "(loss + 0.01 * model.aux * (i > 0) if i > 0 else loss).backward()"
+    stops(partial(trains, model, later, schedule=schedule), "reaches weights by another way than the model's output", "sample 1")
+
+
+def test_torch_s_words_for_it_are_jagg_s(trains):
+    """In joint groups of two its own backward frees the graph that the group's needs."""
+    stops(partial(trains, models.Auxiliary, WITH_AUX, schedule="joint", group_size=2), "reaches weights by another way")
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_what_a_model_counts_in_a_frozen_weight_is_its_own(trains, schedule):
+    class Counting(models.Plain):
+        def __init__(self):
+            super().__init__()
+            self.calls = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.calls.add_(1)
+            return self.net(x)
+
+    assert torch.equal(trains(Counting, schedule=schedule), trains(models.Plain, schedule=schedule))
 
 
 @pytest.mark.parametrize("group_size", [2, 4])

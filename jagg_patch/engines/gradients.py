@@ -25,8 +25,6 @@ class GradientsSetAside:
                 # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
                 self._kept[parameter] = grad, None if grad is None else _local(grad).to("cpu", copy=True)
                 parameter.grad = None
-                if grad is not None and may_be_emptied(_local(grad)):
-                    _local(grad).untyped_storage().resize_(0)
 
     def take(self, device=None):
         """This rank's part of the gradients that have been accumulated since it was last called.
@@ -45,8 +43,6 @@ class GradientsSetAside:
         for parameter, (grad, copy) in self._kept.items():
             parameter.grad = grad
             if grad is not None:
-                storage = _local(grad).untyped_storage()
-                storage.resize_(max(storage.nbytes(), copy.nbytes))
                 _local(grad).copy_(copy)
 
     def __enter__(self):
@@ -64,11 +60,6 @@ def gradients_of(parameters, device=None):
     """This rank's part of the gradients of `parameters`, by parameter; copies, if a device is given."""
     taken = {parameter: _local(parameter.grad) for parameter in parameters if parameter.grad is not None}
     return taken if device is None else {parameter: grad.to(device, copy=True) for parameter, grad in taken.items()}
-
-
-def may_be_emptied(grad):
-    """Whether its memory is its own, and the device's: what engines write into is larger, or the host's."""
-    return grad.device.type != "cpu" and grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def _local(tensor):

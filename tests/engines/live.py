@@ -84,12 +84,6 @@ class Allocated(Mode):
     def _drop(self, key):
         self.alive -= self._sizes.pop(key)
 
-    def forget(self, tensor):
-        """Count it no longer."""
-        key = tensor.untyped_storage()._cdata
-        self.alive -= self._sizes.get(key, 0)
-        self._sizes[key] = 0
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # asked again for the local tensors

@@ -18,7 +18,6 @@ from matrix import ENGINES, Cell, Engine
 
 import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
-from jagg_patch.engines import gradients
 
 loop = matrix_cells.loop
 # Blocks of one shape. A block's weights and what its forward keeps are of one size, and the model output is next to nothing.
@@ -86,28 +85,7 @@ def measure(name, cell):
     with matrix_cells.one_rollout():
         for schedule, settings in SCHEDULES.items():
             record["saved"][schedule], record["allocated"][schedule] = peaks(engine, settings, REPEATS[name])
-        record["checked"] = peak_of_a_check(engine)
     return record
-
-
-def peak_of_a_check(engine):
-    """Of a sequential training step with the self-check in it, as on a device: what is copied to the host doesn't count."""
-    allocated, to, may_be_emptied = Allocated(), torch.Tensor.to, gradients.may_be_emptied
-
-    def watched_to(tensor, *args, copy=False, **kwargs):
-        result = to(tensor, *args, copy=copy, **kwargs)
-        if copy:
-            allocated.forget(result)
-        return result
-
-    torch.Tensor.to = watched_to
-    gradients.may_be_emptied = lambda grad: grad.untyped_storage().nbytes() == grad.nbytes
-    try:
-        with allocated.watching():
-            train(engine, SCHEDULES["sequential"] | {"self_check": True})
-    finally:
-        torch.Tensor.to, gradients.may_be_emptied = to, may_be_emptied
-    return allocated.peak
 
 
 def peaks(engine, settings, repeats):

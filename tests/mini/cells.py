@@ -119,7 +119,7 @@ class Bench:
         torch.manual_seed(42 + dist.get_rank())
         optimizer = torch.optim.AdamW(self.transformer.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
         loader = trainer.prompts(args, dist.get_rank(), dist.get_world_size())
-        handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
+        handle = None if settings is None else install(vars(trainer), config=JaggConfig(self_check=False, **settings))
         try:
             with self.observer.watching() as seen, recorded_steps(trainer) if settings is None else nullcontext() as steps:
                 metrics = [trainer.train_one_step(args, self.device, self.transformer, optimizer, loader) for _ in range(n_steps)]

@@ -200,7 +200,7 @@ def test_the_patched_file_runs_as_the_user_s_script_does(patched, tmp_path):
     command += (
         f" --train_batch_size 2 --micro_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 2 --output_dir {out}"
     )
-    printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=patched, env={"JAGG_GROUP_SIZE": "3"})
+    printed = torchrun(2, *command.split(), "--jagg_frac", "1", cwd=patched, env={"JAGG_GROUP_SIZE": "3", "JAGG_SELF_CHECK": "0"})
     assert printed.count(f"JAGG {__version__} on train_grpo_flux: group_size 3, frac 1") == 1
     assert "9 of 15 steps visited, in trajectory order: 9 in 3 groups (3+3+3), 0 exact" in printed
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

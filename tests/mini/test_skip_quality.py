@@ -84,7 +84,7 @@ class Run:
         self.ratios, self.last = torch.zeros(len(self.parts), N_STEPS, SAMPLES), 0
         optimizer = torch.optim.AdamW(transformer.parameters(), weight_decay=0)
         optimizer.register_step_pre_hook(self._before_optimizer_step)
-        self.handle = None if settings is None else install(vars(trainer), config=JaggConfig(**settings))
+        self.handle = None if settings is None else install(vars(trainer), config=JaggConfig(self_check=False, **settings))
         with pytest.MonkeyPatch.context() as context:
             context.setattr(trainer, "grpo_one_step", self._step(trainer.grpo_one_step))
             context.setattr(trainer, "sample_reference_model", self._rollout(trainer.sample_reference_model))

@@ -102,7 +102,7 @@ def main(checkout, name, out, *wanted):
         if settings == "sorted":
             in_trajectory_order(vars(trainer), args.sampling_steps - 1)
         elif settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(**settings))
+            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings))
         given = dict(args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9)
         asked_for = inspect.signature(trainer.train_one_step).parameters  # by an early version for less
         try:

@@ -248,7 +248,7 @@ def main(checkout, name, out):
         transformer, weights = pipeline.transformer, []
         handle = None
         if settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
+            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings) if settings else None)
 
         def replace_weights(*_):
             if second_weights is not None and len(weights) == 1:

@@ -78,7 +78,7 @@ def main(checkout, name, out):
         transformer, weights = pipeline.transformer, []
         handle = None
         if settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(**settings) if settings else None)
+            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings) if settings else None)
         hook = register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer)))
         try:
             seen, steps, events, refused = run_main(trainer, transformer, handle, evaluate, weights, n_updates)

@@ -2,11 +2,8 @@
 
 import argparse
 import functools
-import os
 from contextlib import contextmanager
 from dataclasses import asdict
-
-import torch.distributed as dist
 
 from . import __version__
 from .banner import FirstUpdate, banner, describe_probe
@@ -21,6 +18,7 @@ from .loop.schedule import Schedule
 from .loop.session import Session
 from .loop.skipping import Skipping
 from .method.cost import StepCost
+from .ranks import gathered, is_first_rank, may_be_first_rank
 from .trainers import find_trainer
 from .trainers.last_batch import LastBatch
 from .trainers.intercept import require_contract, require_parameters
@@ -174,25 +172,11 @@ def say_on_rank_zero(text):
         print(text, flush=True)
 
 
-def is_first_rank():
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def may_be_first_rank():
-    """Before the process group is there, under SLURM: a file may be on the first node alone."""
-    return is_first_rank() and int(os.environ.get("SLURM_PROCID", "0") if "RANK" not in os.environ else 0) == 0
-
-
 def require_same_on_all_ranks(config):
     """Raise `JaggError` on every rank unless all ranks of the default process group have the same version and settings."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
     mine = {"version": __version__} | config.as_dict()
     del mine["log"]  # the first rank's alone
-    settings = [None] * dist.get_world_size()
-    dist.all_gather_object(settings, mine)
+    settings = gathered(mine)
     for rank, other in enumerate(settings):
         differing = {name: value for name, value in other.items() if settings[0].get(name) != value}
         if differing:

@@ -48,6 +48,10 @@ class DeepSpeed(Engine):
             return super().hold_micro_step()
         return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
+    def weight_nodes(self):
+        """Not of ZeRO-3, which empties weights: a node made then would be for none."""
+        return [] if self._engine.zero_optimization_stage() == 3 else super().weight_nodes()
+
     def drop_gradients(self):
         return False
 

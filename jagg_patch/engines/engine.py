@@ -1,5 +1,7 @@
 """The questions, and the answers of a model that runs on no engine."""
 
+from torch.autograd.graph import get_gradient_edge
+
 
 class Engine:
     """`model` is what the training forward calls. A subclass has `find(model)` as well: the engine in it, or None."""
@@ -20,9 +22,9 @@ class Engine:
         """The parameters in whose `.grad` an optimizer finds gradients."""
         return list(self.model.parameters())
 
-    def leaves(self):
-        """What stands for `parameters()` in a graph."""
-        return self.parameters()
+    def weight_nodes(self):
+        """Right after a forward: the nodes of its graph that add up gradients of `parameters()`; none where that isn't known."""
+        return [get_gradient_edge(parameter)[0] for parameter in self.parameters() if parameter.requires_grad]
 
     @property
     def no_replay(self):

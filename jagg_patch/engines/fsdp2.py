@@ -1,5 +1,7 @@
 """`fully_shard`. Its parameters are DTensors, and it keeps gradients that it has accumulated without reducing them."""
 
+from torch.autograd.graph import get_gradient_edge
+
 from .engine import Engine
 
 
@@ -19,9 +21,9 @@ class Fsdp2(Engine):
         sharded = {id(gathered): parameter for gathered, parameter in self._pairs()}
         return [sharded.get(id(parameter), parameter) for parameter in super().parameters()]
 
-    def leaves(self):
-        gathered = {id(parameter): gathered for gathered, parameter in self._pairs() if gathered is not None}
-        return [gathered.get(id(parameter), parameter) for parameter in self.parameters()]
+    def weight_nodes(self):
+        pairs = [gathered for gathered, _ in self._pairs() if gathered is not None]
+        return [get_gradient_edge(gathered)[0] for gathered in pairs if gathered.requires_grad]
 
     @property
     def rounds_gradients(self):

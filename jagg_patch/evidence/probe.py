@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from ..engines import engine_of
 from ..errors import JaggError, no_probe
@@ -18,6 +17,7 @@ from ..loop.watcher import Watcher
 from ..method.folding import endpoint_weights, weighted_sum
 from ..method.plan import alphas, whole_groups
 from ..method.quality import agreement
+from ..ranks import gathered
 from .log import now
 from .replay import KeptForward, backward_as_trained, compare, nothing_changed
 
@@ -122,10 +122,7 @@ class Probe(Watcher):
                 ]
         finally:
             self.is_measuring = False
-        everyone = [mine]
-        if dist.is_available() and dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)  # added up in the same order everywhere, so that all ranks get the same
+        everyone = gathered(mine)  # added up in the same order everywhere, so that all ranks get the same
         self.result = []
         for n, (size, groups) in enumerate(partitions):
             rows = []

@@ -9,18 +9,18 @@ is done once a run, and once more where the schedule changes or forwards begin t
 import math
 
 import torch
-import torch.distributed as dist
 
 from ..engines.gradients import gradients_of
 from ..errors import JaggError
 from ..loop.between import Compared
 from ..loop.watcher import Watcher
 from ..loop.weights import weights_reached
+from ..ranks import gathered
 from .log import now
 from .replay import KeptForward, backward_as_trained, compare, is_low, leaves, nothing_changed
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
-SAME = 0.01  # of these: what a forward that is run again may differ
+REPEATED = 0.01  # of these: what a forward that is run again may differ
 
 
 class SelfCheck(Watcher):
@@ -29,6 +29,7 @@ class SelfCheck(Watcher):
     def __init__(self, config, say=lambda line: None):
         self._is_on = config.enabled and config.self_check
         self._checked = set()  # ways of running a group, the same on every rank
+        self._why_not = None  # this rank's reason to do without
         self._say = say
         self.seconds = 0.0
         self.is_measuring = False
@@ -52,8 +53,8 @@ class SelfCheck(Watcher):
         if not self._is_on or self._interval is not None or way_now(session) in self._checked or is_compared:
             return
         engine = session.interval.engine
-        if engine.no_replay is not None:
-            self._give_up(engine.no_replay)
+        self._why_not = self._why_not or engine.no_replay
+        if self._why_not is not None:
             return
         self._interval, self._where, self._way = session.interval, visit.where, way_now(session)
         self._parameters = engine.parameters()
@@ -98,12 +99,15 @@ class SelfCheck(Watcher):
                 "an optimizer stepped inside the self-check's backward passes, as one does that steps in gradient hooks\n"
                 "it would train: run with JAGG_SELF_CHECK=0"
             )
-        if not self._is_on or not session.in_update or not session.order.groups or way_now(session) in self._checked:
+        if not self._is_on or not session.order.groups or way_now(session) in self._checked:
             return
-        # A rank may have left out all its samples.
+        # Every rank asks, also one that has left out all its samples.
         is_ready = self._interval is not None and self._interval.after.is_done
-        ready, has_own = zip(*gathered((is_ready, self._own is not None)), strict=True)
-        if all(ready):
+        ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)
+        why_not = next(filter(None, reasons), None)
+        if why_not is not None:
+            self._give_up(why_not)
+        elif all(ready):
             start = now()
             self._measure(session, optimizer, all(has_own))
             self.seconds = now() - start
@@ -146,7 +150,7 @@ class SelfCheck(Watcher):
             output = forward.run(session)
             weights.append(weights_reached(output))
             low |= is_low(output)
-            is_same &= forward.backward_from(output, gradient, aside, SAME * rounding(low))
+            is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
             parts.append(aside.take("cpu"))
         own_apart = math.inf if own is None else distance(own, parts)
         size = sum(compare(part, part)[2] for part in parts)
@@ -220,12 +224,3 @@ def distance(whole, parts):
 def way_now(session):
     """How groups run: the same on every rank."""
     return session.schedule.name == "joint", session.skipping.is_on
-
-
-def gathered(value):
-    """`value` of every rank."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -25,7 +25,7 @@ def put_settings(settings):
         for name, value in kept.items():
             if isinstance(now.get(name), torch.Generator):
                 now[name].set_state(value)
-            elif name not in now or now[name] != value:
+            elif type(now.get(name)) is not type(value) or now[name] != value:
                 now[name] = _kept(value)
 
 

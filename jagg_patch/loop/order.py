@@ -87,7 +87,8 @@ class Order:
         if self._orders is None or self.n_visited == self.n_trajectory:
             return self._sample
         order = step.following(self.n_visited)
-        return self._orders.index(order) if order in self._orders else self._sample
+        later = range(self._sample, len(self._orders))  # first: two samples may have the same steps
+        return next((n for n in (*later, *range(self._sample)) if self._orders[n] == order), self._sample)
 
     def expected(self, n_samples, position):
         """Trajectory steps that the plan has for a batch at that position, one a sample; None where there are no more samples."""

@@ -5,10 +5,9 @@
 
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
+from ..ranks import gathered
 from .knots import Joint, Sequential
 from .memory import free_bytes, graph_bytes, in_gb, joint_excess
 from .watcher import Watcher
@@ -40,11 +39,7 @@ class Schedule(Watcher):
         if self.name != "auto" or self._n_updates < MEASURED_UPDATES:
             return
         mine = free_bytes(), joint_excess(model, self._graph_bytes)
-        everyone = [mine]
-        if dist.is_available() and dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        rank, (free, needed) = min(enumerate(everyone), key=lambda entry: entry[1][0] - entry[1][1])
+        rank, (free, needed) = min(enumerate(gathered(mine)), key=lambda entry: entry[1][0] - entry[1][1])
         name = "joint" if free >= needed else "sequential"
         self.settle(name, f"joint needs {in_gb(needed)} more than unpatched, {in_gb(free)} are free on the fullest rank ({rank})")
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..method.plan import least_forwards
 from ..method.quality import SAME
+from ..ranks import gathered
 from .memory import in_gb
 from .records import Records
 from .watcher import Watcher
@@ -118,8 +119,7 @@ class Skipping(Watcher):
             self.policy_has_moved = not unmoved  # on one rank, where that trains another model too
             if agreed:
                 return True
-            doubts = [None] * dist.get_world_size()
-            dist.all_gather_object(doubts, self._doubt)
+            doubts = gathered(self._doubt)
         for rank, doubt in enumerate(doubts):
             if doubt is not None:
                 self.is_on = False

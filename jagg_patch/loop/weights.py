@@ -5,7 +5,6 @@ only, would get another share of it than theirs.
 """
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
@@ -24,14 +23,13 @@ class SameWeights(Watcher):
     def __init__(self, walks=True):
         self._walks = walks
         self._reached_at = {}  # by model, a knot's timesteps and what is trained there: what its graph reaches
-        self._ends_of = None, ()  # model and what is trained, and the nodes that add up those weights' gradients
         self.forget(None)
 
     def forget(self, session):
         self._first = None  # the visit that the group began with
         self._weights = self._trained = self._versions = ()
         self._reached = None
-        self._ends = ()
+        self._ends = ()  # nodes, while their graph is there: engines make new ones for the next
         self.beside = None  # of each trained weight, whether a loss of the group reaches it beside the model's output
 
     def interval_begins(self, session, visit):
@@ -51,7 +49,7 @@ class SameWeights(Watcher):
             self._weights = engine.parameters()
             self._trained = self._trained_now()
             self._versions = self._versions_now()
-            self._ends = self._ends_now(engine)
+            self._ends = engine.weight_nodes()
             self._reached = self._reach(visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
@@ -66,12 +64,6 @@ class SameWeights(Watcher):
     def _versions_now(self):
         """Of those that are trained: a model may count in a frozen one."""
         return [weight._version for weight, is_trained in zip(self._weights, self._trained, strict=True) if is_trained]
-
-    def _ends_now(self, engine):
-        key = id(engine.model), tuple(self._trained)
-        if self._ends_of[0] != key:
-            self._ends_of = key, [get_gradient_edge(weight)[0] for weight in engine.leaves() if weight.requires_grad]
-        return self._ends_of[1]
 
     def _reach(self, visit, output):
         """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""

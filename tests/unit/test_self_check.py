@@ -254,3 +254,20 @@ def test_random_numbers_of_python_and_numpy_are_put_back(trains):
         return trains(Drawing, schedule="joint", **settings)
 
     assert torch.equal(run(), run(self_check=False))
+
+
+def test_an_attribute_that_becomes_a_tensor_is_put_back_for_each_forward(trains, verdicts):
+    class Becoming(models.Plain):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x):
+            found = self.net(x) * self.scale
+            self.scale = torch.full([2], 1.5)
+            return found
+
+    set_by_loop = "            new_log_probs = ", "            model.scale = 1.0\n            new_log_probs = "
+    run = partial(trains, Becoming, set_by_loop, schedule="joint")
+    assert torch.equal(run(), run(self_check=False))
+    assert len(verdicts) == 1 and verdicts[0] < 1e-6

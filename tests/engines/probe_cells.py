@@ -279,7 +279,7 @@ def run(kind, settings=None, n_training_steps=2, sets_to_none=True, prepare=lamb
     return found, recorded
 
 
-def agreement(model, members):
+def agreement(model, members, schedule):
     """Cosine and relative error of one group's gradient on `model`, averaged over the ranks."""
 
     def velocity(j):
@@ -293,7 +293,7 @@ def agreement(model, members):
             velocity,
             lambda j, v_hat: (members[j]["grad"] * v_hat).sum(),
             torch.stack([member["arguments"]["timesteps"] for member in members]),
-            JaggConfig(enabled=groups, schedule="sequential"),
+            JaggConfig(enabled=groups, schedule=schedule),
         )
         gradients.append(gradient(engines.trained(model)).double())
     jagg, exact = gradients
@@ -324,7 +324,9 @@ def run_engine(name):
     model = build(kind).transformer if kind.rounds else make_model(kind)
     with autocast_around(kind):
         records["references"] = {
-            size: [agreement(model, [sample[n] for n in group]) for group in groups] for size, groups in PARTITIONS.items()
+            (size, schedule): [agreement(model, [sample[n] for n in group], schedule) for group in groups]
+            for size, groups in PARTITIONS.items()
+            for schedule in ("joint", "sequential")
         }
     return records
 

@@ -29,6 +29,10 @@ class Ddp(Engine):
         return super().no_replay
 
     @property
+    def reuses_gradients(self):
+        return any(module.gradient_as_bucket_view for module in self._wrapped)
+
+    @property
     def rounds_gradients(self):
         return bool(self._hooks())  # most of them compress
 

@@ -12,6 +12,8 @@ class Engine:
     looks_for_unused_parameters = False
     # Whether each forward may write into the model's buffers.
     broadcasts_buffers = False
+    # Whether the next backward writes its gradients into the memory of those before.
+    reuses_gradients = False
     # The parameter that every backward pass has to reach, or None where none has to.
     link = None
 

@@ -2,18 +2,22 @@
 
 from contextlib import nullcontext, suppress
 
+import torch
 from torch.distributed.tensor import DTensor
 
 
 class GradientsSetAside:
     """Inside, no parameter has a gradient; after it, each has the one that it had before, in every bit.
 
-    The engine must be one that leaves gradients in `.grad`, and be done with its reduction: as it is before an optimizer step.
-    After an exception gradients are dropped where they can't be put back.
+    Meanwhile they are in the host's memory, and leave a device's unless an engine of `engines` reuses it. Each engine must be one
+    that leaves gradients in `.grad`, and be done with its reduction: as it is before an optimizer step. After an exception
+    gradients are dropped where they can't be put back.
     """
 
-    def __init__(self, parameters):
-        self._kept = {}  # parameter: its gradient, and a copy of that
+    def __init__(self, parameters, engines):
+        self._frees = not any(engine.reuses_gradients for engine in engines)
+        self._kept = {}  # parameter: its gradient
+        self._memories = {}
         self.are_back = False
         self.also(parameters)
 
@@ -21,10 +25,15 @@ class GradientsSetAside:
         """These as well, from here on; none of them has got a gradient inside yet."""
         for parameter in parameters:
             if parameter not in self._kept:
-                grad = parameter.grad
-                # An engine may write the next gradient into the same memory (DDP's bucket views, FSDP1's offloaded gradients).
-                self._kept[parameter] = grad, None if grad is None else _local(grad).to("cpu", copy=True)
+                grad = self._kept[parameter] = parameter.grad
                 parameter.grad = None
+                if grad is not None and grad.layout is torch.strided:
+                    self._save(_local(grad).untyped_storage())
+
+    def _save(self, storage):
+        """Once, though several gradients may be views of it."""
+        if storage._cdata not in self._memories:
+            self._memories[storage._cdata] = _Memory(storage, self._frees and not on_host(storage))
 
     def take(self, device=None):
         """This rank's part of the gradients that have been accumulated since it was last called.
@@ -40,10 +49,10 @@ class GradientsSetAside:
             parameter.grad = None
 
     def _put_back(self):
-        for parameter, (grad, copy) in self._kept.items():
+        for memory in self._memories.values():
+            memory.put_back()
+        for parameter, grad in self._kept.items():
             parameter.grad = grad
-            if grad is not None:
-                _local(grad).copy_(copy)
 
     def __enter__(self):
         return self
@@ -54,6 +63,29 @@ class GradientsSetAside:
         with suppress(RuntimeError) if kind else nullcontext():
             self._put_back()
             self.are_back = True
+
+
+class _Memory:
+    """All of a `storage`, copied: into it an engine may write the next gradients, or it is emptied in the meantime."""
+
+    def __init__(self, storage, empties):
+        self._storage, self._n_bytes = storage, storage.nbytes()
+        self._copy = as_bytes(storage).to("cpu", copy=True)
+        if empties:
+            storage.resize_(0)
+
+    def put_back(self):
+        if not self._storage.nbytes():
+            self._storage.resize_(self._n_bytes)
+        as_bytes(self._storage).copy_(self._copy)
+
+
+def on_host(storage):
+    return storage.device.type == "cpu"
+
+
+def as_bytes(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def gradients_of(parameters, device=None):

@@ -166,11 +166,12 @@ def nothing_changed(forwards, optimizer):
     trained = [pair for model in models for pair in which_are_trained(model)]
     parameters = [parameter for parameter, _ in trained]
     parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    engines = [engine_of(model) for model in models]
     state, attributes = random_state(), [entry for model in models for entry in attributes_of(model)]
     settings = [entry for model in models for entry in settings_of(model)]  # a list may have changed, and a generator's state
     buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]  # running statistics, say
     try:
-        with torch.enable_grad(), GradientsSetAside(parameters) as aside:
+        with torch.enable_grad(), GradientsSetAside(parameters, engines) as aside:
             yield aside
     finally:
         put_back(state)

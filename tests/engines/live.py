@@ -89,6 +89,8 @@ class Allocated(Mode):
             return NotImplemented  # asked again for the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return result  # a copy for the host, where the model is on a device
         for tensor in tensors((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._sizes:

@@ -35,6 +35,7 @@ CELLS = {
     "LoRA, checkpointing": Cell(lora=True, checkpointing=True),
     "second window": Cell(windows=2),
 }
+FEW_CELLS = ("full, checkpointing", "LoRA", "second window")
 MORE_CELLS = {
     "fp16": Cell(autocast=torch.float16),
     "bf16": Cell(autocast=torch.bfloat16, checkpointing=True),
@@ -45,11 +46,10 @@ MORE_CELLS = {
 GROUPS = {5 / 6: ((0, 1, 2), (3, 4), (5,)), 1.0: ((0, 1, 2), (3, 4, 5))}
 
 # The runs of a cell beside "unpatched" and "reference", the two exact backwards a group.
-PATCHED = {
-    "joint": dict(schedule="joint", group_size=3),
-    "sequential": dict(schedule="sequential", group_size=3),
-    "joint, groups of two": dict(schedule="joint", group_size=2, frac=1, self_check=False),  # which takes as long as a run
-    "sequential, groups of two": dict(schedule="sequential", group_size=2, frac=1, self_check=False),
+PATCHED = {schedule: dict(schedule=schedule, group_size=3) for schedule in ("joint", "sequential")}
+PAIRED = {  # in cells with checkpointing; the self-check takes as long as a run
+    f"{schedule}, groups of two": dict(schedule=schedule, group_size=2, frac=1, self_check=False)
+    for schedule in ("joint", "sequential")
 }
 
 # Skipped forwards (skip_cells.py): five visited steps under W=4 are a group of five, or one of four and an exact step. In half
@@ -76,7 +76,8 @@ SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last
 class Engine:
     """`calls`: collectives of one exact backward: a gather a block, a reduction a block and one of the root's own weights.
 
-    `one_bucket`: a reduction of all weights at once. `accumulates`: in every cell.
+    `one_bucket`: a reduction of all weights at once. `accumulates`: in every cell. `is_variant`: of another one here, with a few
+    of its cells.
     """
 
     engine: type
@@ -84,11 +85,13 @@ class Engine:
     calls: tuple = ()
     one_bucket: bool = False
     accumulates: bool = False
+    is_variant: bool = False
     fails_with: str = ""  # the unpatched engine, somewhere
 
     @property
     def cells(self):
-        return CELLS | {name: MORE_CELLS[name] for name in self.more_cells}
+        few = {name: CELLS[name] for name in FEW_CELLS}
+        return (few if self.is_variant else CELLS) | {name: MORE_CELLS[name] for name in self.more_cells}
 
     @property
     def skip_cells(self):
@@ -102,14 +105,17 @@ class Engine:
 
 ENGINES = {
     "FSDP1 FULL_SHARD": Engine(engines.FSDP1, ("fp16", "bf16", "accumulation"), ("allgather", "reducescatter")),
-    "FSDP1 SHARD_GRAD_OP": Engine(engines.ShardGradOp, ("accumulation",), ("reducescatter",)),
+    "FSDP1 SHARD_GRAD_OP": Engine(engines.ShardGradOp, ("accumulation",), ("reducescatter",), is_variant=True),
     "FSDP1 NO_SHARD": Engine(
         engines.NoShard,
         ("accumulation",),
         ("allreduce",),
+        is_variant=True,
         fails_with="Cannot writeback when the parameter shape changes",  # torch 2.5, LoRA
     ),
-    "FSDP1 HYBRID_SHARD": Engine(engines.HybridShard, ("accumulation",), ("allgather", "reducescatter", "allreduce")),
+    "FSDP1 HYBRID_SHARD": Engine(
+        engines.HybridShard, ("accumulation",), ("allgather", "reducescatter", "allreduce"), is_variant=True
+    ),
     "FSDP2": Engine(
         engines.FSDP2,
         ("bf16", "accumulation"),
@@ -117,9 +123,9 @@ ENGINES = {
         fails_with="FSDP requires CUDA for streams",  # torch 2.5
     ),
     "DDP": Engine(engines.Replicated, ("fp16", "bf16", "accumulation"), ("allreduce",), one_bucket=True),
-    "accelerate": Engine(engines.Accelerated, ("bf16",), ("allreduce",), one_bucket=True, accumulates=True),
-    "ZeRO-0": Engine(engines.Zero0, (), ("allreduce",), one_bucket=True, accumulates=True),
-    "ZeRO-1": Engine(engines.Zero1, (), ("allreduce",), one_bucket=True, accumulates=True),
+    "accelerate": Engine(engines.Accelerated, ("bf16",), ("allreduce",), one_bucket=True, accumulates=True, is_variant=True),
+    "ZeRO-0": Engine(engines.Zero0, (), ("allreduce",), one_bucket=True, accumulates=True, is_variant=True),
+    "ZeRO-1": Engine(engines.Zero1, (), ("allreduce",), one_bucket=True, accumulates=True, is_variant=True),
     "ZeRO-2": Engine(engines.Zero2),
     "ZeRO-3": Engine(
         engines.Zero3,

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from engines import LEARNING_RATE
-from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PATCHED
-from observe import Loop, model_output, recorded_steps
+from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PAIRED, PATCHED
+from observe import Loop, model_output, recorded_steps, self_checks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 from jagg_patch import JaggConfig, install
-from jagg_patch.evidence.self_check import SelfCheck
 from jagg_patch.trainers import intercept
 
 sys.path.insert(0, str(Path(__file__).parent / "loop"))
@@ -103,22 +102,6 @@ def read_once(differences):
 
 
 intercept.differences = read_once(intercept.differences)
-
-
-checks = []  # what the self-checks have found: of each the relative error, and whether it is training's own gradient
-
-
-def watch_checks():
-    judge = SelfCheck._judge
-
-    def watched_judge(self, error, own_error, *others):
-        checks.append((error, error == own_error))
-        judge(self, error, own_error, *others)
-
-    SelfCheck._judge = watched_judge
-
-
-watch_checks()
 
 
 def build(engine, cell, n_micro_steps):
@@ -234,12 +217,12 @@ def run_cell(name, cell):
     passes = [list(two_exact_backwards(cell, steps[n : n + n_micro_steps])) for n in range(0, len(steps), n_micro_steps)]
     exact_windows = [partial(reference, window) for window in passes]
     records["reference"] = run(build(name, cell, len(passes[0])), exact_windows)
-    for label, settings in PATCHED.items():
+    for label, settings in (PATCHED | PAIRED if cell.checkpointing else PATCHED).items():
         handle = install(vars(loop), config=JaggConfig(**{"frac": cell.frac} | settings))
-        checks.clear()
         try:
-            records[label] = run(build(name, cell, n_micro_steps), windows) | {"stats": handle.stats.as_dict()}
-            records[label]["checks"] = list(checks)
+            with self_checks() as checks:
+                records[label] = run(build(name, cell, n_micro_steps), windows)
+            records[label] |= {"stats": handle.stats.as_dict(), "checks": checks}
         except Exception:
             records[label] = {"failed": traceback.format_exc()}
         finally:

@@ -22,7 +22,11 @@ def ranks(tmp_path_factory):
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.fixture(params=[(engine, label) for engine in ENGINES for label in ("", "checkpointing")], ids=", ".join)
+PLACES = [(engine, "") for engine in ENGINES]
+PLACES += [(engine, "checkpointing") for engine in ("no engine", "FSDP1 FULL_SHARD", "FSDP2")]
+
+
+@pytest.fixture(params=PLACES, ids=", ".join)
 def engine_records(request, ranks):
     if request.param not in ranks[0]:
         pytest.skip("torch 2.5's fully_shard needs CUDA")
@@ -46,6 +50,17 @@ def test_joint_holds_a_second_graph_or_what_waits_for_it(engine_records):
         assert label == "checkpointing" or 0.8 < graph / record["weights"] < 1.3  # neither would show beside the other
         expected = max(graph, record["weights"] * (2 if engine in WEIGHTS_WAIT else 1))
         assert 0.85 * expected < record["allocated"]["joint"] - record["allocated"]["exact"] < 1.05 * expected
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_the_self_check_takes_no_more_than_the_training_step(engine_records, schedule):
+    """It begins where the gradients of two samples are there, and has those of its own group beside them on no device."""
+    (_, label), records = engine_records
+    for record in records:
+        if label:
+            assert f"{schedule}, checked" not in record["allocated"]
+            continue
+        assert record["allocated"][f"{schedule}, checked"] <= 1.001 * record["allocated"][schedule]
 
 
 def test_the_prediction_that_auto_uses_is_safe_and_not_far_off(engine_records):

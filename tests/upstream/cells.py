@@ -15,7 +15,7 @@ from pathlib import Path
 import standins
 import torch
 import torch.distributed as dist
-from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from observe import Observer, local_weights, oracle_gradient, recorded_steps, relative_error, self_checks
 from probes import agreements, read_log
 from skips import comparison, refusals
 
@@ -56,6 +56,7 @@ CELLS = {
     "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
     "W=4 skip": ({}, dict(frac=1, schedule="joint", skip_forwards=True)),
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
+    "default, checked": ({}, dict(self_check=True)),
     "fraction": (dict(timestep_fraction=0.6), None),
     "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint")),  # 5 of 9 steps
     "twice": (dict(timestep_fraction=0.6), {}, 2),  # 5 steps: 3, then 2 exact
@@ -102,7 +103,7 @@ def main(checkout, name, out, *wanted):
         if settings == "sorted":
             in_trajectory_order(vars(trainer), args.sampling_steps - 1)
         elif settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings))
+            handle = install(vars(trainer), config=JaggConfig(**dict(self_check=False) | settings))
         given = dict(args=args, transformer=transformer, optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1e9)
         asked_for = inspect.signature(trainer.train_one_step).parameters  # by an early version for less
         try:
@@ -110,6 +111,7 @@ def main(checkout, name, out, *wanted):
                 around_model(transformer),
                 observer.watching() as seen,
                 refusals() as refused,
+                self_checks() as checks,
                 recorded_steps(trainer) if settings in (None, "sorted") else nullcontext() as steps,
             ):
                 returned = [
@@ -136,6 +138,7 @@ def main(checkout, name, out, *wanted):
             "log": read_log(Path(handle.config.log)) if handle and handle.config.log else None,
             "steps": steps,
             "refusals": refused,
+            "checks": checks,
         }
 
     cells = CELLS | getattr(setup, "CELLS", {})

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import wandb
 from accelerate.state import AcceleratorState, DistributedType, GradientState
-from observe import Loop, Observer, local_weights, oracle_gradient, recorded_steps, relative_error
+from observe import Loop, Observer, local_weights, oracle_gradient, recorded_steps, relative_error, self_checks
 from probes import agreements, read_log
 from skips import comparison, recorded_steps_of_rollouts, refusals
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -71,6 +71,7 @@ CELLS = {
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
     "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
+    "default, checked": ({}, dict(self_check=True)),
     "no KL unpatched": ({"train.beta": 0.0}, None),
     "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
     "no KL W=4": ({"train.beta": 0.0}, dict(frac=1, schedule="joint")),
@@ -85,6 +86,7 @@ WINDOW_CELLS = {
     "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),  # 2, then 1 exact
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),
     "default": ({}, {}),  # 3, sequential
+    "default, checked": ({}, dict(self_check=True)),
     "no KL unpatched": ({"train.beta": 0.0}, None),
     "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
     "no KL default": ({"train.beta": 0.0}, {}),
@@ -248,7 +250,7 @@ def main(checkout, name, out):
         transformer, weights = pipeline.transformer, []
         handle = None
         if settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings) if settings else None)
+            handle = install(vars(trainer), config=JaggConfig(**dict(self_check=False) | settings) if settings else None)
 
         def replace_weights(*_):
             if second_weights is not None and len(weights) == 1:
@@ -259,7 +261,8 @@ def main(checkout, name, out):
             register_optimizer_step_post_hook(replace_weights),
         ]
         try:
-            seen, steps, events, refused = run_main(trainer, transformer, handle, trainer.evaluate, weights, n_updates)
+            with self_checks() as checks:
+                seen, steps, events, refused = run_main(trainer, transformer, handle, trainer.evaluate, weights, n_updates)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -279,6 +282,7 @@ def main(checkout, name, out):
             "transformer": transformer,
             "events": events,
             "refusals": refused,
+            "checks": checks,
         }
 
     def mean_gradient(source, number, steps, n_visited, config):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import wandb
 from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, WINDOW_SKIPS, OneEpochIsOver, run_main, skips
-from observe import local_weights, oracle_gradient, relative_error
+from observe import local_weights, oracle_gradient, relative_error, self_checks
 from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -78,10 +78,11 @@ def main(checkout, name, out):
         transformer, weights = pipeline.transformer, []
         handle = None
         if settings is not None:
-            handle = install(vars(trainer), config=JaggConfig(self_check=False, **settings) if settings else None)
+            handle = install(vars(trainer), config=JaggConfig(**dict(self_check=False) | settings) if settings else None)
         hook = register_optimizer_step_pre_hook(lambda *_: weights.append(local_weights(transformer)))
         try:
-            seen, steps, events, refused = run_main(trainer, transformer, handle, evaluate, weights, n_updates)
+            with self_checks() as checks:
+                seen, steps, events, refused = run_main(trainer, transformer, handle, evaluate, weights, n_updates)
         finally:
             hook.remove()
         return {
@@ -100,6 +101,7 @@ def main(checkout, name, out):
             "transformer": transformer,
             "events": events,
             "refusals": refused,
+            "checks": checks,
         }
 
     def first_gradient(source, steps, n_visited, config):

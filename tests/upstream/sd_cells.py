@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from diffusers import StableDiffusionPipeline
-from observe import local_gradient, local_weights, relative_error
+from observe import local_gradient, local_weights, relative_error, self_checks
 from probes import agreements, read_log
 from skips import comparison, refusals
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -58,6 +58,7 @@ PATCHED = {
     "all W=3": dict(group_size=3, frac=1, schedule="joint"),  # 3 + 3 + 3
     "all W=4": dict(frac=1, schedule="joint"),  # 5 + 4
     "all default": {},  # 5, then 4 exact
+    "all default, checked": dict(self_check=True),
     "twice W=2": dict(group_size=2, frac=1),  # 2 + 2 + 1
     "twice W=4": dict(frac=1),
     "learns off": dict(enabled=False),
@@ -204,12 +205,12 @@ def main(checkout, out):
         AcceleratorState._reset_state()  # the process group stays
         pipeline = sd_standins.build_pipeline(dtype)
         StableDiffusionPipeline.from_pretrained = lambda *_, **__: pipeline
-        handle = None if settings is None else install(vars(trainer), config=JaggConfig(self_check=False, **settings))
+        handle = None if settings is None else install(vars(trainer), config=JaggConfig(**dict(self_check=False) | settings))
         observer = Observer(pipeline.unet)
         logged.clear()
         rollout_seconds.clear()
         try:
-            with observer.watching(), refusals() as refused:
+            with observer.watching(), refusals() as refused, self_checks() as checks:
                 trainer.main(None)
         finally:
             if handle:
@@ -224,6 +225,7 @@ def main(checkout, out):
             "passes": observer.passes,
             "forwards": observer.forwards,
             "refusals": refused,
+            "checks": checks,
             "stats": handle.stats.as_dict() if handle else None,
             "timesteps": timesteps.unflatten(0, (config.train.num_inner_epochs, n_batches, -1)) if ran_all else None,
             "logged": list(logged),

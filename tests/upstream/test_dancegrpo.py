@@ -75,6 +75,14 @@ def test_the_gradient_is_group_backward_s(cells, cell):
     assert cells[1][0][cell]["oracle_error"] <= 1e-6
 
 
+def test_the_self_check_agrees_and_changes_nothing(cells):
+    for records in cells[1]:
+        ((error, _),) = records["default, checked"]["checks"]
+        assert error <= 1e-6
+        for what in ("weights", "gradient", "rng"):
+            assert torch.equal(records["default, checked"][what], records["default"][what])
+
+
 def test_groups_of_two_are_exact_and_larger_ones_are_not(cells):
     records = cells[1][0]
     assert records["W=2"]["exact_error"] <= 1e-6

@@ -76,6 +76,15 @@ def test_groups_of_two_give_upstream_s_gradient(cells, cell):
     assert all(0 < error <= 1e-12 for error in cells[0][cell]["exact_errors"])
 
 
+def test_the_self_check_agrees_and_changes_nothing(cells):
+    for records in cells:
+        checked, default = records["all default, checked"], records["all default"]
+        ((error, _),) = checked["checks"]
+        assert error <= 1e-6
+        assert all(map(torch.equal, checked["gradients"], default["gradients"]))
+        assert torch.equal(checked["weights"], default["weights"]) and torch.equal(checked["rng"], default["rng"])
+
+
 def test_larger_groups_do_not(cells):
     errors = [cells[0][cell]["exact_errors"][0] for cell in ("all W=3", "all W=4")]
     assert 1e-3 < errors[0] < errors[1] < 0.5

@@ -77,7 +77,9 @@ def ranks(request, flow_grpo, tmp_path_factory):
     name, n_ranks, diffusers_class = request.param
     require_trainer(flow_grpo / "scripts", name, diffusers_class)
     out = tmp_path_factory.mktemp("flow_cells")
-    env = paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
+    # Cells without settings go by the environment, and count passes, of which the self-check has its own.
+    env = {"WANDB_MODE": "disabled", "JAGG_SELF_CHECK": "0"}
+    env |= paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE)
     torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=900)
     return [torch.load(out / f"rank{rank}.pt") | {"trainer": name, "folder": out} for rank in range(n_ranks)]
 
@@ -94,6 +96,15 @@ def test_off_is_bit_identical(ranks, cell):
 def test_the_gradient_is_group_backward_s(ranks):
     errors = {cell: max(record["oracle_errors"]) for cell, record, _ in pairs(ranks, "W=2", "W=3", "W=4", "default")}
     assert len(errors) >= 6 and max(errors.values()) <= 1e-6, errors
+
+
+def test_the_self_check_agrees_and_changes_nothing(ranks):
+    for rank in ranks:
+        checked, default = (rank["cells"][cell] for cell in ("default, checked", "default"))
+        ((error, _),) = checked["checks"]
+        assert error <= 1e-6
+        assert all(map(torch.equal, checked["gradients"], default["gradients"]))
+        assert torch.equal(checked["rng"], default["rng"]) and checked["random"] == default["random"]
 
 
 def test_groups_of_two_are_exact_and_larger_ones_are_not(ranks):

@@ -1,4 +1,4 @@
-"""The mini trainer end to end: real FSDP processes, its own training step, one launch per number of ranks (see cells.py)."""
+"""The mini trainer end to end: real FSDP processes, its own training step, one launch (see cells.py)."""
 
 import json
 import subprocess
@@ -17,12 +17,15 @@ BATCHES = 3  # micro-batches a training step
 N_BLOCKS = 3  # FSDP units under the root, each gathered once in a backward
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def ranks(request, tmp_path_factory):
+N_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
     """The records of all cells, one dict per rank."""
     out = tmp_path_factory.mktemp("cells")
-    forked(request.param, CELLS, out, cwd=out)
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(request.param)]
+    forked(N_RANKS, CELLS, out, cwd=out)
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(N_RANKS)]
 
 
 @pytest.mark.parametrize(
@@ -126,18 +129,15 @@ def test_backward_passes_are_the_planned_ones(ranks, cell, passes, autograd_call
 
 
 def test_auto_stays_sequential_everywhere_if_one_rank_is_full(ranks):
-    if len(ranks) == 1:
-        return
     for records in ranks:
         assert records["auto, one rank full"]["reaching"] == BATCHES * 4 * (2 + 4)
         assert torch.equal(records["auto, one rank full"]["gradients"][1], records["auto"]["gradients"][1])
 
 
 def test_a_backward_gathers_each_block_once(ranks):
-    expected = N_BLOCKS if len(ranks) > 1 else 0  # FSDP doesn't shard over one rank
     for records in ranks:
         for cell in ("unpatched", "W=2", "W=3", "W=4", "W=4 frac 0.6", "sequential W=3", "sequential", "W=4 skipped"):
-            assert set(records[cell]["gathers"]) == {expected}
+            assert set(records[cell]["gathers"]) == {N_BLOCKS}
 
 
 def test_each_accumulation_window_steps_the_optimizer(ranks):
@@ -154,9 +154,6 @@ def test_the_policy_ratio_is_no_further_from_one_than_unpatched(ranks):
 
 
 def test_ranks_with_different_settings_stop_instead_of_deadlocking(ranks):
-    if len(ranks) == 1:
-        assert "one rank is off" not in ranks[0]
-        return
     for records in ranks:
         assert "rank 1 has {'frac': 0.5}, rank 0 has {'frac': 0.6}" in records["ranks differ in frac"]
         assert "rank 1 has {'enabled': False}, rank 0 has {'enabled': True}" in records["one rank is off"]

@@ -116,6 +116,7 @@ class SelfCheck(Watcher):
     def _measure(self, session, optimizer, has_own):
         """Compare; all ranks at once."""
         folded = [self._folded[knot] for knot in (self._interval.before, self._interval.after)]
+        aside = None
         self.is_measuring = True
         try:
             with nothing_changed(self._forwards, optimizer) as aside:
@@ -123,7 +124,7 @@ class SelfCheck(Watcher):
         except JaggError:
             raise
         except Exception as error:
-            if not aside.are_back:
+            if aside is None or not aside.are_back:
                 raise
             first, *_ = str(error).splitlines() or [""]
             mine = {"why": f"its forward or backward can't be run again ({type(error).__name__}: {first})"}

@@ -406,9 +406,8 @@ def test_a_gradient_that_the_steps_between_would_lose_is_stopped(load, pieces, m
 
 def like_ddp(monkeypatch, **attributes):
     """The model, with the attributes of DDP that JAGG reads."""
-    kind = type(
-        "LikeDdp", (torch.nn.Sequential,), dict(require_backward_grad_sync=True, find_unused_parameters=False) | attributes
-    )
+    own = dict(require_backward_grad_sync=True, find_unused_parameters=False, gradient_as_bucket_view=False)
+    kind = type("LikeDdp", (torch.nn.Sequential,), own | attributes)
     monkeypatch.setattr(ddp, "DDP", kind)
     return kind(*make_model())
 

@@ -53,7 +53,7 @@ class SameWeights(Watcher):
             self._reached = self._reach(visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
-        if self._trained_now() != self._trained and (session.interval.way.holds_two_graphs or not is_whole):
+        if self._trained_now() != self._trained and not is_whole:
             raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
         if visit.place.closes and not is_whole and self._reach(visit, output) != self._reached:
             raise weights_change(self._first, visit, "which weights the model's output depends on")

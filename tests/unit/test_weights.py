@@ -85,6 +85,13 @@ def test_weights_that_are_frozen_between_a_forward_and_its_backward_stop(trains)
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_weights_that_are_changed_between_a_forward_and_its_backward_stop(trains, schedule):
+    changed = BACKWARD, f"int(step) != 3 or torch.no_grad()(torch._foreach_mul_)([*model.parameters()], 1.0); {BACKWARD}"
+    where = "sample 0, visited step 0 (trajectory step 0): weights were changed in place"
+    stops(partial(trains, models.Plain, changed, schedule=schedule), "change them after whole samples only", where)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
 def test_weights_that_are_changed_in_place_inside_a_group_stop_at_the_next_step(trains, schedule):
     where = "sample 0, visited step 1 (trajectory step 1): weights were changed in place"
     stops(partial(trains, models.Plain, SWAPPED, schedule=schedule), "change them after whole samples only", where)

@@ -86,7 +86,7 @@ WINDOW_CELLS = {
     "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),  # 2, then 1 exact
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),
     "default": ({}, {}),  # 3, sequential
-    "default, checked": ({}, dict(self_check=True)),
+    "default, checked": ({}, dict(frac=1, self_check=True)),  # frac 1 is the default of a window
     "no KL unpatched": ({"train.beta": 0.0}, None),
     "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
     "no KL default": ({"train.beta": 0.0}, {}),

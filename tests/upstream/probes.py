@@ -22,7 +22,7 @@ KEYS = {
         "forward_passes_saved",
         "rollout_seconds",
     ),
-    *("update_seconds", "probe_seconds", "probe"),
+    *("update_seconds", "probe_seconds", "self_check_seconds", "probe", "cuts"),
 }
 
 
@@ -52,6 +52,11 @@ def agreements(probe, sample, gradient):
 def probe_passes(lines):
     """Backward passes that the probes of those lines took: one a step, two a group."""
     return sum(group["steps"] + 2 for line in lines for entry in line["probe"] for group in entry["groups"])
+
+
+def check_passes(group, is_own):
+    """Backward passes of a self-check of a group of that many steps: one a step, and as it was trained where that isn't known."""
+    return group + (0 if is_own else 2)
 
 
 def check_log(lines, stats, trainer, trajectory, visited, groups):

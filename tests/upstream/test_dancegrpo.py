@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkouts import HERE, paths, require_dancegrpo, require_trainer
 from launch import ROOT, torchrun
-from probes import check_log, probe_passes, read_log, wandb_history
+from probes import check_log, check_passes, probe_passes, read_log, wandb_history
 from skips import check_refused, check_skipped
 
 from jagg_patch import __version__
@@ -49,7 +49,7 @@ def cells(request, dancegrpo, tmp_path_factory):
     out = tmp_path_factory.mktemp("cells")
     (out / "images").mkdir()
     torchrun(
-        n_ranks, HERE / "cells.py", dancegrpo, name, out, cwd=out, env=paths(dancegrpo, ROOT, ROOT / "tests", HERE), timeout=900
+        n_ranks, HERE / "cells.py", dancegrpo, name, out, cwd=out, env=paths(dancegrpo, ROOT, ROOT / "tests", HERE), timeout=1800
     )
     return name, [torch.load(out / f"rank{rank}.pt") for rank in range(n_ranks)]
 
@@ -250,7 +250,7 @@ def main_runs(dancegrpo, tmp_path_factory):
         shutil.copy(top / "reward.pt", out / "hps_ckpt/HPS_v2.1_compressed.pt")
         env |= paths(HERE / "site", HERE, tree) | {"OBSERVE_CHECKOUT": str(tree), "OBSERVE_OUT": str(out)}
         arguments = script_arguments(tree / SCRIPT, top, out)
-        printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, *flags, cwd=out, env=env, timeout=600)
+        printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, *flags, cwd=out, env=env, timeout=1200)
         runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
     return patched, runs
 
@@ -274,11 +274,13 @@ def test_wandb_gets_the_settings(main_runs):
         "jagg_enabled": True,
         "jagg_group_size": 4,
         "jagg_frac": 0.6,
+        "jagg_cuts": (),
         "jagg_schedule": "auto",
         "jagg_aggregation": "interpolate",
         "jagg_skip_forwards": False,
         "jagg_offload_records": False,
         "jagg_probe_every": 0,
+        "jagg_self_check": True,
         "jagg_log": "",
     }
     assert runs["off"][1][0]["wandb"]["jagg_enabled"] is False
@@ -287,9 +289,10 @@ def test_wandb_gets_the_settings(main_runs):
 
 def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
     samples = 2 * 2 * 2  # prompts x generations x training steps
-    for name, passes in (("unpatched", 9), ("off", 9), ("on", 2 + 4)):
+    for name, passes, checks in (("unpatched", 9, 0), ("off", 9, 0), ("on", 2 + 4, 2)):  # sequential, and joint
         for rank in main_runs[1][name][1]:
-            assert rank["passes"] == samples * passes
+            assert rank["passes"] == samples * passes + checks * check_passes(5, is_own=True)
+        assert "no self-check" not in main_runs[1][name][0]
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):
@@ -326,7 +329,8 @@ def test_auto_routes_a_group_that_two_probes_have_found_good(main_runs):
     assert printed.count("JAGG: 2 of 2 groups are routed from here on, 1 before: cosines") == 1
     assert all(printed.count(f"JAGG: probe at training step {number}: cosine") == 1 for number in (1, 2, 3))
     for rank in seen:
-        assert rank["passes"] == sum(line["backward_passes"] for line in log) + probe_passes(log)
+        planned = sum(line["backward_passes"] for line in log)
+        assert rank["passes"] == planned + probe_passes(log) + 2 * check_passes(5, is_own=True)
 
 
 def test_wandb_has_the_log_and_the_trainer_s_own_values_at_their_steps(main_runs):

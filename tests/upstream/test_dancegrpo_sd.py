@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkouts import HERE, paths, require_dancegrpo
 from launch import ROOT, torchrun
-from probes import check_log, probe_passes
+from probes import check_log, check_passes, probe_passes
 from safetensors.torch import load_file
 from skips import check_refused, check_skipped
 
@@ -37,7 +37,7 @@ def cells(request, dancegrpo, tmp_path_factory):
         out,
         cwd=out,
         env=paths(dancegrpo, ROOT, ROOT / "tests", HERE),
-        timeout=900,
+        timeout=1800,
     )
     return [torch.load(out / f"rank{rank}.pt") for rank in range(request.param)]
 
@@ -203,7 +203,7 @@ def main_runs(dancegrpo, tmp_path_factory):
         write_working_directory(out, n_prompts=4)
         os.symlink(tree / "fastvideo", out / "fastvideo")
         env |= paths(HERE / "sd_site", HERE, tree) | {"OBSERVE_CHECKOUT": str(tree), "OBSERVE_OUT": str(out)}
-        printed = torchrun(1, *words, cwd=out, env=env, timeout=600)
+        printed = torchrun(1, *words, cwd=out, env=env, timeout=1200)
         saved = load_file(out / "my_checkpoints/checkpoint_epoch_1/diffusion_pytorch_model.safetensors")
         runs[name] = printed, torch.load(out / "rank0.pt"), saved
     return patched, runs
@@ -221,8 +221,10 @@ def test_the_script_s_hook_installs_and_the_banner_shows_once(main_runs):
 
 
 def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
-    for name, passes in (("unpatched", 9), ("off", 9), ("on", 2 + 4)):
-        assert main_runs[1][name][1]["passes"] == 2 * N_BATCHES * passes  # two epochs
+    for name, passes, checks in (("unpatched", 9, 0), ("off", 9, 0), ("on", 2 + 4, 1)):
+        found = main_runs[1][name][1]["passes"]
+        assert found == 2 * N_BATCHES * passes + checks * check_passes(5, is_own=False)  # two epochs
+        assert "no self-check" not in main_runs[1][name][0]
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):

@@ -13,7 +13,7 @@ from checkouts import HERE, paths, require_flow_grpo, require_trainer
 from flow_records import pairs
 from launch import ROOT, torchrun
 from observe import relative_error
-from probes import check_epochs, check_log, wandb_history
+from probes import check_epochs, check_log, check_passes, wandb_history
 from skips import check_refused, check_skipped
 
 from jagg_patch import __version__
@@ -80,7 +80,7 @@ def ranks(request, flow_grpo, tmp_path_factory):
     # Cells without settings go by the environment, and count passes, of which the self-check has its own.
     env = {"WANDB_MODE": "disabled", "JAGG_SELF_CHECK": "0"}
     env |= paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE)
-    torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=900)
+    torchrun(n_ranks, HERE / "flow_cells.py", flow_grpo, name, out, cwd=out, env=env, timeout=1800)
     return [torch.load(out / f"rank{rank}.pt") | {"trainer": name, "folder": out} for rank in range(n_ranks)]
 
 
@@ -298,7 +298,7 @@ def main_runs(flow_grpo, tmp_path_factory):
         write_prompts(out / "dataset/pickscore")
         os.symlink(tree / "config", out / "config")
         env |= paths(HERE / "flow_site", HERE, tree) | {"OBSERVE_OUT": str(out), "WANDB_MODE": "disabled"}
-        printed = torchrun(2, tree / "scripts/train_sd3_fast.py", *flags, cwd=out, env=env, timeout=600)
+        printed = torchrun(2, tree / "scripts/train_sd3_fast.py", *flags, cwd=out, env=env, timeout=1200)
         runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
     return patched, runs
 
@@ -317,8 +317,10 @@ def test_the_script_s_hook_installs_and_the_banner_shows_once(main_runs):
 
 
 def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
-    for name, passes in (("unpatched", 3), ("off", 3), ("on", 2)):
-        assert [rank["passes"] for rank in main_runs[1][name][1]] == [N_BATCHES * passes] * 2
+    for name, passes, checks in (("unpatched", 3, 0), ("off", 3, 0), ("on", 2, 1)):
+        planned = N_BATCHES * passes + checks * check_passes(3, is_own=False)
+        assert [rank["passes"] for rank in main_runs[1][name][1]] == [planned] * 2
+        assert "no self-check" not in main_runs[1][name][0]
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):

@@ -43,7 +43,7 @@ def ranks(request, flow_grpo, tmp_path_factory):
     out = tmp_path_factory.mktemp("flow_deepspeed_cells")
     env = launcher_settings(flow_grpo / f"scripts/accelerate_configs/deepspeed_zero{request.param}.yaml")
     env |= paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE) | {"WANDB_MODE": "disabled"}
-    torchrun(2, HERE / "flow_deepspeed_cells.py", "train_flux", out, cwd=out, env=env, timeout=600)
+    torchrun(2, HERE / "flow_deepspeed_cells.py", "train_flux", out, cwd=out, env=env, timeout=1200)
     ranks = [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
     assert [rank["stage"] for rank in ranks] == [request.param] * 2
     return ranks

@@ -44,7 +44,7 @@ def ranks(request, flow_grpo, tmp_path_factory):
     # Cells without settings go by the environment, and count passes, of which the self-check has its own.
     env = {"WANDB_MODE": "disabled", "JAGG_SELF_CHECK": "0"}
     env |= paths(flow_grpo, flow_grpo / "scripts", ROOT, ROOT / "tests", HERE)
-    torchrun(2, HERE / "flow_qwen_cells.py", flow_grpo, request.param, out, cwd=out, env=env, timeout=900)
+    torchrun(2, HERE / "flow_qwen_cells.py", flow_grpo, request.param, out, cwd=out, env=env, timeout=1800)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -92,7 +92,7 @@ def flux(request, tmp_path_factory):
     archive = subprocess.run(["git", "-C", DANCEGRPO, "archive", request.param, "fastvideo"], check=True, capture_output=True)
     subprocess.run(["tar", "x", "-C", checkout], input=archive.stdout, check=True)
     arguments = checkout, "train_grpo_flux", out, "unpatched", "off", "W=2", "W=4"
-    torchrun(1, HERE / "cells.py", *arguments, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=900)
+    torchrun(1, HERE / "cells.py", *arguments, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=1800)
     return torch.load(out / "rank0.pt")
 
 

@@ -264,7 +264,7 @@ def test_what_is_let_through_trains_right(dancegrpo, tmp_path):
     for name, text in trainer.modules.items():
         (checkout / f"{name}.py").write_text(text)
     arguments = checkout, file.stem, out, "unpatched", "off", "W=2", "W=4"
-    torchrun(1, HERE / "cells.py", *arguments, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=900)
+    torchrun(1, HERE / "cells.py", *arguments, cwd=out, env=paths(checkout, ROOT, ROOT / "tests", HERE), timeout=1800)
     records = torch.load(out / "rank0.pt")
     for what in ("weights", "gradient", "rng"):
         assert torch.equal(records["off"][what], records["unpatched"][what])

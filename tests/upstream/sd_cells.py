@@ -217,7 +217,8 @@ def main(checkout, out):
                 handle.uninstall()
         n_batches = config.sample.batch_size * config.num_generations // config.train.batch_size
         timesteps = torch.stack([call["inputs"][1] for call in observer.calls])
-        ran_all = not config.num_epochs and not (handle and handle.config.skip_forwards)
+        ran_others = handle and (handle.config.skip_forwards or handle.config.self_check)
+        ran_all = not config.num_epochs and not ran_others
         return {
             "weights": local_weights(pipeline.unet),
             "rng": torch.get_rng_state(),

@@ -194,9 +194,9 @@ def self_checks():
     """
     found, judge, give_up = [], SelfCheck._judge, SelfCheck._give_up
 
-    def watched_judge(self, error, own_error, *others):
+    def watched_judge(self, error, own_error, **others):
         found.append((error, error == own_error))
-        judge(self, error, own_error, *others)
+        judge(self, error, own_error, **others)
 
     def watched_give_up(self, why):
         found.append(why)

@@ -2,6 +2,8 @@
 
 from torch.autograd.graph import get_gradient_edge
 
+ACCUMULATORS = "main_grad", "grad_acc"  # of Megatron, TransformerEngine and apex, and of ColossalAI
+
 
 class Engine:
     """`model` is what the training forward calls. A subclass has `find(model)` as well: the engine in it, or None."""
@@ -12,6 +14,8 @@ class Engine:
     looks_for_unused_parameters = False
     # Whether each forward may write into the model's buffers.
     broadcasts_buffers = False
+    # Whether modules have views of weights as plain attributes.
+    has_views_in_attributes = False
     # Whether the next backward writes its gradients into the memory of those before.
     reuses_gradients = False
     # The parameter that every backward pass has to reach, or None where none has to.
@@ -31,8 +35,11 @@ class Engine:
     @property
     def no_replay(self):
         """Why forwards and backwards that are no part of the update can't be run without changing it, or None."""
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters()):
-            return "hooks run after each gradient that a parameter is given, and may keep it"
+        parameters = self.parameters()
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks for parameter in parameters):
+            return "hooks run at each gradient that a parameter is given, and may keep it"
+        if any(hasattr(parameter, name) for parameter in parameters for name in ACCUMULATORS):
+            return "gradients are added up beside .grad (main_grad), where they can't be set aside"
         return None
 
     @property

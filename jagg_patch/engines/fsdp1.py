@@ -9,6 +9,8 @@ GATHERED_IN_BACKWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHA
 
 
 class Fsdp1(Engine):
+    has_views_in_attributes = True
+
     def __init__(self, model, units):
         super().__init__(model)
         self._units = [unit for unit in units if unit._handle is not None]

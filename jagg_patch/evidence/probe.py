@@ -19,7 +19,7 @@ from ..method.plan import alphas, whole_groups
 from ..method.quality import agreement
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, nothing_changed
+from .replay import KeptForward, backward_as_trained, compare, is_of, nothing_changed
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 
@@ -75,7 +75,7 @@ class Probe(Watcher):
                 "an optimizer stepped inside the probe's backward passes, as one does that steps in gradient hooks\n"
                 "the probe would train: run without JAGG_PROBE_EVERY"
             )
-        if self.is_due and self._is_ready:
+        if self.is_due and self._is_ready and is_of(optimizer, self._forwards[0].step.model):
             n_routed = sum(len(group) > 1 for group in session.order.groups)
             self.measure(session, optimizer, n_routed, session.order.planner.all_groups(session.order.n_visited))
 

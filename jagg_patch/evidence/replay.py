@@ -12,7 +12,7 @@ from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
-from .settings import attributes_of, put_attributes, put_settings, settings_of
+from .settings import attributes_of, modules_of, put_attributes, put_settings, settings_of
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class KeptForward:
     autocast: list
     random: list
     trained: list
+    versions: list
     settings: list
     output: torch.Tensor | None = None
     upstream_grad: torch.Tensor | None = None
@@ -43,14 +44,17 @@ class KeptForward:
             for device in ("cpu", "cuda")
         ]
         model = visit.step.model
-        return cls(visit, autocast, random_state(), which_are_trained(model), settings_of(model))
+        tensors = beside_weights(model)
+        versions = [(tensor, version(tensor)) for tensor in tensors]
+        return cls(visit, autocast, random_state(), which_are_trained(model), versions, settings_of(model))
 
     def keep_gradient(self, value):
         """`value` stands for the model output in the solver step, so its gradient is s_j."""
         value.register_hook(self._add)
 
     def _add(self, grad):
-        self.upstream_grad = grad if self.upstream_grad is None else self.upstream_grad + grad
+        # A copy: autograd may give a parameter this memory for its gradient.
+        self.upstream_grad = grad.clone() if self.upstream_grad is None else self.upstream_grad + grad
 
     @property
     def step(self):
@@ -128,6 +132,12 @@ def is_low(output):
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
+def is_of(optimizer, model):
+    """Whether `optimizer` steps weights of `model`, and not another network's."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return not held.isdisjoint(engine_of(model).parameters())
+
+
 def random_state():
     """For `put_back`: the state of every source of random numbers that a forward may draw from."""
     found = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
@@ -146,6 +156,24 @@ def put_back(states):
 
 def which_are_trained(model):
     return [(parameter, parameter.requires_grad) for parameter in engine_of(model).parameters()]
+
+
+def beside_weights(model):
+    """Tensors besides buffers that a forward may change in place: frozen parameters, and those in attributes of modules."""
+    engine = engine_of(model)
+    found = [parameter for parameter in engine.parameters() if not parameter.requires_grad]
+    if not engine.has_views_in_attributes:
+        found += [value for module in modules_of(model) for value in vars(module).values() if torch.is_tensor(value)]
+    return list(dict.fromkeys(found))
+
+
+def version(tensor):
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_expanded(tensor):
+    """Whether elements share memory: torch lets nobody change them in place."""
+    return 0 in tensor.stride() and tensor.numel() > 1
 
 
 def train_these(trained):
@@ -169,7 +197,9 @@ def nothing_changed(forwards, optimizer):
     engines = [engine_of(model) for model in models]
     state, attributes = random_state(), [entry for model in models for entry in attributes_of(model)]
     settings = [entry for model in models for entry in settings_of(model)]  # a list may have changed, and a generator's state
-    buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]  # running statistics, say
+    changing = [buffer for model in models for buffer in model.buffers()]  # running statistics, say
+    changing += [tensor for tensor, before in forwards[0].versions if version(tensor) != before]  # others may be large
+    buffers = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(changing) if not is_expanded(tensor)]
     try:
         with torch.enable_grad(), GradientsSetAside(parameters, engines) as aside:
             yield aside

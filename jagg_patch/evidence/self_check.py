@@ -17,7 +17,7 @@ from ..loop.watcher import Watcher
 from ..loop.weights import weights_reached
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_low, leaves, nothing_changed
+from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, leaves, nothing_changed
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
 REPEATED = 0.01  # of these: what a forward that is run again may differ
@@ -31,6 +31,7 @@ class SelfCheck(Watcher):
         self._checked = set()  # ways of running a group, the same on every rank
         self._why_not = None  # this rank's reason to do without
         self._say = say
+        self._model = None  # as soon as one has been seen
         self.seconds = 0.0
         self.is_measuring = False
         self._drop()
@@ -47,6 +48,7 @@ class SelfCheck(Watcher):
     def update_begins(self, session, step):
         self._drop()
         self.seconds = 0.0
+        self._model = step.model
 
     def interval_begins(self, session, visit):
         is_compared = isinstance(session.interval.outputs, Compared)  # whose forwards all run, though some are to be skipped
@@ -101,6 +103,8 @@ class SelfCheck(Watcher):
             )
         if not self._is_on or not session.order.groups or way_now(session) in self._checked:
             return
+        if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
+            return  # another network's optimizer, which may step on one rank alone
         # Every rank asks, also one that has left out all its samples.
         is_ready = self._interval is not None and self._interval.after.is_done
         ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)
@@ -120,66 +124,77 @@ class SelfCheck(Watcher):
         self.is_measuring = True
         try:
             with nothing_changed(self._forwards, optimizer) as aside:
-                mine = self._compared(session, folded, self._own if has_own else None, aside)
-        except JaggError:
-            raise
-        except Exception as error:
-            if aside is None or not aside.are_back:
-                raise
-            first, *_ = str(error).splitlines() or [""]
-            mine = {"why": f"its forward or backward can't be run again ({type(error).__name__}: {first})"}
+                found = self._compared(session, folded, self._own if has_own else None, aside)
+        except _CannotCheck as reason:
+            if not aside.are_back:
+                raise JaggError(
+                    f"{self._where}: the self-check failed, and the update's gradients can't be put back: {reason}\n"
+                    "run with JAGG_SELF_CHECK=0"
+                ) from None
+            self._give_up(str(reason))
+            return
         finally:
             self.is_measuring = False
-        everyone = gathered(mine)
-        why = next((one["why"] for one in everyone if "why" in one), None)
-        if why is not None:
-            self._give_up(why)
-            return
-        if math.isfinite(mine["error"]):  # else there was no gradient, or no finite one: the next group's
+        if math.isfinite(found["error"]):  # else there was no gradient, or no finite one: the next group's
             self._checked.add(self._way)
-            self._judge(mine["error"], mine["own_error"], mine["is_low"], everyone)
+            self._judge(**found)
 
     def _give_up(self, why):
         self._is_on = False
         self._say(f"JAGG: no self-check of a group: {why}")
 
     def _compared(self, session, folded, own, aside):
-        """How far the group's gradient, as training got it or would, is from the one at once; and what is wrong on this rank."""
-        first, *between, last = self._forwards
-        parts, weights, low, is_same = [], [], self._interval.engine.rounds_gradients, True
-        for forward, gradient in ((first, folded[0]), (last, folded[1])):
-            output = forward.run(session)
-            weights.append(weights_reached(output))
-            low |= is_low(output)
-            is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
-            parts.append(aside.take("cpu"))
-        own_apart = math.inf if own is None else distance(own, parts)
-        size = sum(compare(part, part)[2] for part in parts)
-        everyone = gathered((own_apart, size, low))
-        own_apart, size = (sum(one[place] for one in everyone) for place in (0, 1))
-        low = any(one[-1] for one in everyone)
-        found = {"own_error": relative(own_apart, size), "is_low": low, "error": relative(own_apart, size)}
-        if not found["error"] <= rounding(low):  # the loop's own gradients may be among training's
-            backward_as_trained(session, self._forwards, folded, aside)
-            found["error"] = relative(sum(gathered(distance(aside.take("cpu"), parts))), size)
-        if not is_same:
-            found["why"] = "a forward gives something else when it is run again: it goes by what is set elsewhere"
-        return found | self._between(session, between, weights[0], aside)
+        """How far the group's gradient, as training got it or would, is from the one at once; and what is wrong, on any rank.
 
-    def _between(self, session, between, weights, aside):
-        """Where the steps between use other weights, and where a backward that is given zeros adds a gradient."""
-        found = {"other": None, "adds": None}
+        What may fail is between the exchanges: a rank that fails says so in the next, and no rank waits for it.
+        """
+        first, *between, last = self._forwards
+        parts, weights = [], []
+
+        def run_at_once():
+            low, is_same = self._interval.engine.rounds_gradients, True
+            for forward, gradient in ((first, folded[0]), (last, folded[1])):
+                output = forward.run(session)
+                weights.append(weights_reached(output))
+                low |= is_low(output)
+                is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
+                parts.append(aside.take("cpu"))
+            apart = math.inf if own is None else distance(own, parts)
+            return apart, sum(compare(part, part)[2] for part in parts), low, is_same
+
+        def run_as_trained():
+            backward_as_trained(session, self._forwards, folded, aside)
+            return distance(aside.take("cpu"), parts)
+
+        aparts, sizes, lows, same = zip(*_exchanged(run_at_once), strict=True)
+        size, low = sum(sizes), any(lows)
+        own_error = error = relative(sum(aparts), size)
+        if not error <= rounding(low):  # the loop's own gradients may be among training's
+            error = relative(sum(_exchanged(run_as_trained)), size)
+        if not all(same):
+            raise _CannotCheck("a forward gives something else when it is run again: it goes by what is set elsewhere")
+        everyone = _exchanged(lambda: self._between(session, between, weights[0], rounding(low), aside))
+        other, adds, differs = (next(filter(None, values), None) for values in zip(*everyone, strict=True))
+        return {"error": error, "own_error": own_error, "is_low": low, "other": other, "adds": adds, "differs": differs}
+
+    def _between(self, session, between, weights, same, aside):
+        """Which steps between use other weights, add a gradient to a backward that is given zeros, or go by the grad mode."""
+        other = adds = differs = None
         for forward in between:
             output = forward.run(session)
             if weights_reached(output) != weights:
-                found["other"] = found["other"] or forward.visit.where
-            forward.backward_from(output, torch.zeros_like(output), aside)
+                other = other or forward.visit.where
+            was_same = forward.backward_from(output, torch.zeros_like(output), aside, same)
             if any(bool((gradient.abs() > 0).any()) for gradient in aside.take().values()):
-                found["adds"] = found["adds"] or forward.visit.where
-        return found
+                adds = adds or forward.visit.where
+            if not was_same and not session.skipping.is_on:  # where it was estimated
+                with torch.no_grad():
+                    if not forward.was(forward.run(session), same):
+                        raise ValueError("it gives something else when it is run again")
+                differs = differs or forward.visit.where
+        return other, adds, differs
 
-    def _judge(self, error, own_error, is_low, everyone):
-        other, adds = (next((one[name] for one in everyone if one[name]), None) for name in ("other", "adds"))
+    def _judge(self, error, own_error, is_low, other, adds, differs):
         if error > rounding(is_low):
             raise JaggError(
                 f"{self._where}: the group's gradient is {error:.1%} off the one with each backward right after its forward\n"
@@ -201,6 +216,33 @@ class SelfCheck(Watcher):
                 f"{adds}: the model's backward adds a gradient of its own to what it is given (an auxiliary loss, or a hook)\n"
                 "the steps between would lose that one: leave it out, or run with JAGG_ENABLED=0"
             )
+        if differs is not None:
+            raise JaggError(
+                f"{differs}: the model gives something else where no gradient is asked for (a cache for rollouts?)\n"
+                "the steps between are run so, and their losses would be others: switch it off, or run with JAGG_ENABLED=0"
+            )
+
+
+class _CannotCheck(Exception):
+    """On every rank."""
+
+
+def _exchanged(run):
+    """What `run()` returns on each rank. Raises `_CannotCheck` on all where it fails on one."""
+    try:
+        mine, why = run(), None
+    except JaggError as error:
+        mine, why = None, error
+    except Exception as error:
+        first, *_ = str(error).splitlines() or [""]
+        mine, why = None, f"its forward or backward can't be run again ({type(error).__name__}: {first})"
+    everyone = gathered((mine, why))
+    for _, why in everyone:
+        if isinstance(why, JaggError):
+            raise why
+        if why is not None:
+            raise _CannotCheck(why)
+    return [values for values, _ in everyone]
 
 
 def rounding(is_low):

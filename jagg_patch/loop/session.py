@@ -193,6 +193,8 @@ class Session:
             if visit.place.opens:
                 for watcher in self._watchers:
                     stack.enter_context(watcher.around_forward(self, visit))
+            if visit.place.closes:
+                torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
             if not visit.place.is_knot:
                 # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
                 stack.callback(torch.clear_autocast_cache)

@@ -11,7 +11,7 @@ class _Proxy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, receive, value, *targets):
         ctx.receive = receive
-        return value.view_as(value)
+        return value.clone()  # which the solver step may change in place
 
     @staticmethod
     @once_differentiable

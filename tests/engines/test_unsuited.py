@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import CELLS, N_RANKS
+from unsuited_cells import CELLS, LONELY, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -44,3 +44,11 @@ def test_every_rank_stops_with_the_same_message_or_none(ranks, cell):
     if said is not None:
         assert len(said.splitlines()) == 2
         assert re.search(match, said)
+
+
+@pytest.mark.parametrize("cell", LONELY, ids=", ".join)
+def test_no_rank_waits_for_what_one_does_alone(ranks, cell):
+    """Another network's optimizer step there is none of the check's business, and a forward that fails there ends it on all."""
+    found = [rank[cell] for rank in ranks]
+    broken = ["its forward or backward can't be run again (KeyError: 'broken')"]
+    assert found == [["agrees"] if cell[1] == "a critic steps" else broken] * N_RANKS

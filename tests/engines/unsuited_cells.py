@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engines import fully_shard
+from observe import self_checks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from unit import models
@@ -46,18 +47,59 @@ CELLS = [
     if (engine, model) != ("FSDP1", "SwitchedInside")  # whose forward has views of its weights, not them
 ]
 
+# What one rank does alone.
+LONELY = [(engine, "a critic steps", schedule) for engine in ("none", "DDP", "FSDP1") for schedule in ("joint", "sequential")]
+LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "sequential")]
 
-def run(engine, model, schedule):
+
+def run(engine, model, schedule, optimizer=torch.optim.SGD):
     torch.manual_seed(0)
     model = ENGINES[engine](getattr(models, model)())
     torch.manual_seed(10 + dist.get_rank())
     handle = install(vars(loop), config=JaggConfig(frac=0.8, schedule=schedule))
     try:
-        loop.train_one_step(loop.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loop.train_one_step(loop.make_args(), model, optimizer(model.parameters(), lr=0.1))
     except JaggError as error:
         return str(error)
     finally:
         handle.uninstall()
+
+
+class Sgd:
+    """What the loop calls as its optimizer: something happens before that steps."""
+
+    def __init__(self, *args, **kwargs):
+        self._optimizer = torch.optim.SGD(*args, **kwargs)
+
+    def step(self):
+        self.before_step()
+        self._optimizer.step()
+
+
+class WithCritic(Sgd):
+    """The first rank alone has another network's step before."""
+
+    def before_step(self):
+        if dist.get_rank() == 0:
+            critic = torch.nn.Linear(2, 1)
+            critic(torch.ones(2)).sum().backward()
+            torch.optim.SGD(critic.parameters(), lr=0.1).step()
+
+
+class Breaking(Sgd):
+    """The last rank's model can't be run any more."""
+
+    def before_step(self):
+        models.Breakable.is_broken = dist.get_rank() == N_RANKS - 1
+
+
+def run_lonely(engine, what, schedule):
+    """What the self-checks have come to, or what stopped it."""
+    model, optimizer = {"a critic steps": ("Plain", WithCritic), "the model breaks": ("Breakable", Breaking)}[what]
+    models.Breakable.is_broken = False
+    with self_checks() as found:
+        said = run(engine, model, schedule, optimizer)
+    return said or [entry if isinstance(entry, str) else "agrees" for entry in found]
 
 
 def main(out):
@@ -65,6 +107,7 @@ def main(out):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found = {cell: run(*cell) for cell in CELLS}
+    found |= {cell: run_lonely(*cell) for cell in LONELY}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()
     dist.destroy_process_group()

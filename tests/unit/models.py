@@ -18,6 +18,15 @@ class Plain(torch.nn.Module):
         return self.net(x)
 
 
+class Breakable(Plain):
+    is_broken = False
+
+    def forward(self, x):
+        if self.is_broken:
+            raise KeyError("broken")
+        return self.net(x)
+
+
 class Experts(torch.nn.Module):
     """Two networks; `picks(t)` says which one the forward at t in [0, 1] goes through. It changes with step 7 of 16."""
 

@@ -63,7 +63,7 @@ def test_a_probe_that_no_optimizer_step_comes_to_says_so(probed, capsys):
 
 
 def test_an_optimizer_that_steps_in_gradient_hooks_is_refused(probed):
-    with pytest.raises(JaggError, match="the probe can't run: hooks run after each gradient"):
+    with pytest.raises(JaggError, match="the probe can't run: hooks run at each gradient"):
         probed(frac=0, probe_every=1, in_backward=True)
 
 

@@ -17,7 +17,7 @@ FLUX = "train_grpo_flux"
 def trains(load_loop):
     """`trains(model's class, pieces of the loop, settings)`: the gradients of two training steps; without settings unpatched."""
 
-    def run(model, pieces=(), optimizer=partial(torch.optim.SGD, lr=0.0), **settings):
+    def run(model, pieces=(), optimizer=partial(torch.optim.SGD, lr=0.0), as_dense=False, **settings):
         module, model = load_loop(FLUX, *pieces), model()
         if settings:
             install(vars(module), config=JaggConfig(**{"frac": 1} | settings))
@@ -27,7 +27,9 @@ def trains(load_loop):
         for _ in range(2):
             optimizer.zero_grad()
             module.train_one_step(module.make_args(), model, optimizer)
-            gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+            trained = [weight.grad for weight in model.parameters() if weight.requires_grad]
+            found = [gradient.to_dense() if as_dense else gradient for gradient in trained]
+            gradients.append(torch.cat([gradient.flatten() for gradient in found]))
         return torch.stack(gradients)
 
     return run
@@ -38,7 +40,7 @@ def verdicts(monkeypatch):
     """What the checks have found: relative errors."""
     found = []
     judge = SelfCheck._judge
-    monkeypatch.setattr(SelfCheck, "_judge", lambda self, error, *others: [found.append(error), judge(self, error, *others)])
+    monkeypatch.setattr(SelfCheck, "_judge", lambda self, error, **others: [found.append(error), judge(self, error, **others)])
     return found
 
 
@@ -184,7 +186,110 @@ def test_hooks_that_keep_each_gradient_are_left_alone(trains, verdicts, capsys):
 
     trains(Accumulated, schedule="joint")
     (line,) = said(capsys)
-    assert line.startswith("JAGG: no self-check of a group: hooks run after each gradient") and verdicts == []
+    assert line.startswith("JAGG: no self-check of a group: hooks run at each gradient") and verdicts == []
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer whose backward adds the weight's gradient to `main_grad`, and gives torch zeros."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.main_grad += grad.T @ x
+        return grad @ weight, torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("form", ["a hook", "in the backward"])
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_gradients_that_are_added_up_elsewhere_are_left_alone(trains, verdicts, capsys, form, schedule):
+    class Accumulated(models.Plain):
+        def __init__(self):
+            super().__init__()
+            kept.append(self)
+            self.sums = [torch.zeros_like(weight) for weight in self.parameters()]
+            for weight, total in zip(self.parameters(), self.sums, strict=True):
+                if form == "a hook":
+                    weight.register_hook(total.add_)
+                else:
+                    weight.main_grad = total
+
+        def forward(self, x):
+            if form == "a hook":
+                return self.net(x)
+            first, _, last = self.net
+            return Fused.apply((Fused.apply(x, first.weight) + first.bias).tanh(), last.weight) + last.bias
+
+    def sums(**settings):
+        kept.clear()
+        trains(Accumulated, schedule=schedule, **settings)
+        return torch.cat([total.flatten() for total in kept[0].sums])
+
+    kept = []
+    assert torch.equal(sums(), sums(self_check=False)) and verdicts == []
+    assert [line.partition(": ")[2].partition(":")[0] for line in said(capsys)] == ["no self-check of a group"]
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_model_that_does_something_else_without_a_gradient_is_stopped(trains, schedule):
+    """From a cache, say. The steps between run so, and have other losses then; their gradient is off, and says nothing of it."""
+
+    class Cached(models.Plain):
+        def forward(self, x):
+            return self.net(x) * (1 if torch.is_grad_enabled() else 1.05)
+
+    with pytest.raises(JaggError, match="gives something else where no gradient is asked for") as error:
+        trains(Cached, schedule=schedule)
+    assert len(str(error.value).splitlines()) == 2 and str(error.value).startswith("sample 0, visited step 1 ")
+    assert relative(trains(Cached, schedule=schedule, self_check=False), trains(Cached, schedule=schedule, frac=0)) > 0.005
+
+
+def test_what_a_forward_changes_besides_buffers_is_put_back(trains, verdicts):
+    """A frozen copy that follows the weights, a tensor in an attribute; and a buffer whose elements share memory stays."""
+
+    class Following(models.Plain):
+        def __init__(self):
+            super().__init__()
+            self.teacher = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
+            self.mean = torch.zeros(())
+            self.register_buffer("ones", torch.ones(1).expand(2))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.teacher.lerp_(self.net[0].weight, 0.1)
+                self.mean.lerp_(x.mean(), 0.1)
+            return self.net(x) * self.ones + (x @ self.teacher.T).mean(1, keepdim=True) + self.mean
+
+    adam = partial(torch.optim.Adam, lr=0.1)
+    settings = dict(optimizer=adam, schedule="joint", group_size=2)
+    assert torch.equal(trains(Following, **settings), trains(Following, self_check=False, **settings))
+
+
+def test_a_solver_that_changes_the_output_in_place_finds_it_its_own(trains):
+    old = "    mean = latents + "
+    changed = old, f"    model_output *= 0.5\n{old}"
+    found = trains(models.Plain, changed, schedule="joint", group_size=2)
+    assert_close(found, trains(models.Plain, changed), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_and_complex_gradients_are_compared(trains, verdicts, capsys):
+    class Numbers(models.Plain):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(2, 2, sparse=True)
+            self.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, x):
+            return self.net(x) + self.table(torch.zeros(len(x), dtype=torch.long)) * (self.phase * (1 + 2j)).imag
+
+    run = partial(trains, Numbers, schedule="joint", as_dense=True)
+    assert torch.equal(run(), run(self_check=False))
+    assert said(capsys) == [] and len(verdicts) == 1 and verdicts[0] < 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from ..engines import engine_of
 from ..engines.gradients import gradients_of
 from ..errors import JaggError
 from ..loop.between import Compared
@@ -49,17 +50,16 @@ class SelfCheck(Watcher):
         self._drop()
         self.seconds = 0.0
         self._model = step.model
+        if self._is_on and session.order.groups and self._why_not is None:
+            self._why_not = engine_of(step.model).no_replay  # the same on every rank, also one that leaves out a whole sample
 
     def interval_begins(self, session, visit):
         is_compared = isinstance(session.interval.outputs, Compared)  # whose forwards all run, though some are to be skipped
-        if not self._is_on or self._interval is not None or way_now(session) in self._checked or is_compared:
-            return
-        engine = session.interval.engine
-        self._why_not = self._why_not or engine.no_replay
-        if self._why_not is not None:
+        is_over = not self._is_on or self._why_not is not None or way_now(session) in self._checked
+        if is_over or self._interval is not None or is_compared:
             return
         self._interval, self._where, self._way = session.interval, visit.where, way_now(session)
-        self._parameters = engine.parameters()
+        self._parameters = session.interval.engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._forwards.append(KeptForward.of(visit))
 

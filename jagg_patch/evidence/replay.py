@@ -19,6 +19,7 @@ from .settings import attributes_of, modules_of, put_attributes, put_settings, s
 class KeptForward:
     """A training forward as it was called: in what autocast and random state, with which settings, and which weights trained.
 
+    versions: of what else it might change.
     output: what the model gave, `[B, ...]`. upstream_grad: its loss's s_j, once that has come.
     """
 
@@ -44,9 +45,7 @@ class KeptForward:
             for device in ("cpu", "cuda")
         ]
         model = visit.step.model
-        tensors = beside_weights(model)
-        versions = [(tensor, version(tensor)) for tensor in tensors]
-        return cls(visit, autocast, random_state(), which_are_trained(model), versions, settings_of(model))
+        return cls(visit, autocast, random_state(), which_are_trained(model), versions_of(model), settings_of(model))
 
     def keep_gradient(self, value):
         """`value` stands for the model output in the solver step, so its gradient is s_j."""
@@ -158,13 +157,13 @@ def which_are_trained(model):
     return [(parameter, parameter.requires_grad) for parameter in engine_of(model).parameters()]
 
 
-def beside_weights(model):
-    """Tensors besides buffers that a forward may change in place: frozen parameters, and those in attributes of modules."""
+def versions_of(model):
+    """Tensors besides buffers that a forward may change in place, with their versions: frozen weights, modules' attributes."""
     engine = engine_of(model)
     found = [parameter for parameter in engine.parameters() if not parameter.requires_grad]
     if not engine.has_views_in_attributes:
         found += [value for module in modules_of(model) for value in vars(module).values() if torch.is_tensor(value)]
-    return list(dict.fromkeys(found))
+    return [(tensor, version(tensor)) for tensor in dict.fromkeys(found)]
 
 
 def version(tensor):

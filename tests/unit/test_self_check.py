@@ -277,6 +277,25 @@ def test_a_solver_that_changes_the_output_in_place_finds_it_its_own(trains):
     assert_close(found, trains(models.Plain, changed), rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_of_copies_of_the_weights_leaves_it_unchecked_and_that_is_said_once(trains, verdicts, capsys):
+    class OfCopies:
+        def __init__(self, parameters):
+            self.parameters = list(parameters)
+            self.optimizer = torch.optim.SGD([weight.detach().clone() for weight in self.parameters], lr=0.0)
+
+        def zero_grad(self):
+            for weight in self.parameters:
+                weight.grad = None
+
+        def step(self):
+            self.optimizer.step()
+
+    assert torch.equal(trains(models.Plain, optimizer=OfCopies, schedule="joint"), trains(models.Plain, schedule="joint"))
+    (line,) = said(capsys)
+    assert line.endswith("no optimizer that has stepped holds the model's own weights")
+    assert len(verdicts) == 1  # of the second run
+
+
 def test_sparse_and_complex_gradients_are_compared(trains, verdicts, capsys):
     class Numbers(models.Plain):
         def __init__(self):

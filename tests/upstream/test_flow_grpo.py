@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from checkouts import HERE, paths, require_flow_grpo, require_trainer
-from flow_records import pairs
+from flow_records import check_self_checks, pairs
 from launch import ROOT, torchrun
 from observe import relative_error
 from probes import check_epochs, check_log, check_passes, wandb_history
@@ -99,12 +99,7 @@ def test_the_gradient_is_group_backward_s(ranks):
 
 
 def test_the_self_check_agrees_and_changes_nothing(ranks):
-    for rank in ranks:
-        checked, default = (rank["cells"][cell] for cell in ("default, checked", "default"))
-        ((error, _),) = checked["checks"]
-        assert error <= 1e-6
-        assert all(map(torch.equal, checked["gradients"], default["gradients"]))
-        assert torch.equal(checked["rng"], default["rng"]) and checked["random"] == default["random"]
+    check_self_checks(ranks)
 
 
 def test_groups_of_two_are_exact_and_larger_ones_are_not(ranks):

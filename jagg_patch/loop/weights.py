@@ -31,6 +31,7 @@ class SameWeights(Watcher):
         self._reached = None
         self._ends = ()  # nodes, while their graph is there: engines make new ones for the next
         self.beside = None  # of each trained weight, whether a loss of the group reaches it beside the model's output
+        self._is_told = False  # whether it was asked at a step between
 
     def interval_begins(self, session, visit):
         self.forget(session)
@@ -84,11 +85,13 @@ class SameWeights(Watcher):
                     f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
                 )
+            if interval.after in ready and len(interval.positions) > 2 and any(self.beside) and not self._is_told:
+                raise may_reach_beside(interval.where)
             return
         beside = list(map(torch._C._will_engine_execute_node, self._ends))
         if self.beside not in (None, beside):
             raise reached_beside(interval.where)
-        self.beside = beside
+        self.beside, self._is_told = beside, not place.is_knot
 
     def _require_unchanged(self, interval, where):
         is_whole = len(interval.positions) == 2 and interval.before.is_done
@@ -126,6 +129,14 @@ def reached_beside(where):
     return JaggError(
         f"{where}: a loss of the group reaches weights by another way than the model's output (an auxiliary loss?)\n"
         "the steps between would lose that gradient: leave it out, or run with JAGG_ENABLED=0"
+    )
+
+
+def may_reach_beside(where):
+    """In a sequential group of three, where the step between runs the first knot's pass, which reaches them as well."""
+    return JaggError(
+        f"{where}: a loss reaches weights by another way than the model's output (an auxiliary loss?), in a group of three\n"
+        "whether the step between loses that gradient can't be told: run with JAGG_SCHEDULE=joint, or leave it out"
     )
 
 

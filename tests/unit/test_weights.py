@@ -12,6 +12,7 @@ from jagg_patch import JaggConfig, JaggError, install
 BEFORE_FORWARD = "            new_log_probs = grpo_one_step("
 BACKWARD = "loss.backward()"
 WITH_AUX = BACKWARD, "(loss + 0.01 * model.aux).backward()"
+PENALTY = BACKWARD, "(loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())).backward()"
 SWITCHED_BY_LOOP = (
     BEFORE_FORWARD,
     f"            for n, w in enumerate(model.parameters()): w.requires_grad_((int(step) < 5) == (n < 2))\n{BEFORE_FORWARD}",
@@ -108,10 +109,12 @@ def test_latents_that_ask_for_a_gradient_are_no_weights(trains, schedule):
     assert torch.equal(trains(models.Plain, asked, schedule=schedule), trains(models.Plain, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("group_size", [3, 4])
+@pytest.mark.parametrize("schedule", ["joint", "sequential", "auto"])
 @pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty])
-def test_an_auxiliary_loss_of_the_model_s_stops(trains, model, schedule):
-    stops(partial(trains, model, WITH_AUX, schedule=schedule), "reaches weights by another way than the model's output")
+def test_an_auxiliary_loss_of_the_model_s_stops(trains, model, schedule, group_size):
+    settings = dict(schedule=schedule, group_size=group_size, self_check=False)
+    stops(partial(trains, model, WITH_AUX, **settings), "reaches weights by another way than the model's output")
 
 
 @pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty])
@@ -160,12 +163,17 @@ def test_what_a_model_counts_in_a_frozen_weight_is_its_own(trains, schedule):
     assert torch.equal(trains(Counting, schedule=schedule), trains(models.Plain, schedule=schedule))
 
 
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("schedule", ["joint", "sequential"])
-def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedule, group_size):
+@pytest.mark.parametrize(
+    ("schedule", "group_size", "frac"), [("joint", 2, 1), ("joint", 4, 1), ("sequential", 2, 1), ("sequential", 4, 8 / 15)]
+)
+def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedule, group_size, frac):
     """Each step's loss reaches them in its own backward."""
-    penalty = BACKWARD, "(loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())).backward()"
-    found = trains(models.Plain, penalty, schedule=schedule, group_size=group_size)
-    own = trains(models.Plain, schedule=schedule, group_size=group_size)
+    settings = dict(schedule=schedule, group_size=group_size, frac=frac)
+    found, own = trains(models.Plain, PENALTY, **settings), trains(models.Plain, **settings)
     weights = torch.cat([weight.detach().flatten() for weight in models.Plain().parameters()])
     assert_close(found - own, 0.01 * 2 * weights * 2 * 15, rtol=1e-4, atol=1e-6)  # two samples of fifteen steps
+
+
+def test_in_a_sequential_group_of_three_it_can_not_be_told_from_the_model_s(trains):
+    run = partial(trains, models.Plain, PENALTY, schedule="sequential", group_size=3)
+    stops(run, "in a group of three\nwhether the step between loses that gradient can't be told: run with JAGG_SCHEDULE=joint")

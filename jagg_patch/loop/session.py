@@ -15,7 +15,7 @@ a proxy in the place of each step's model output, and the backward of the step's
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..engines import engine_of
 from ..errors import JaggError
@@ -41,6 +41,7 @@ class Session:
         self.order, self.weights = Order(planner), SameWeights(config.self_check)
         self._watchers = [Guards(), self.weights, skipping, schedule, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
+        self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
         self.interval = self._visit = None
 
@@ -66,7 +67,8 @@ class Session:
         self.tell("training_step_begins")
         self._forget()
         self.in_training_step = True
-        hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        before = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        after = register_optimizer_step_post_hook(self._after_optimizer_step)
         try:
             yield
             self.tell("training_step_ends")
@@ -75,14 +77,15 @@ class Session:
             self.tell("training_step_fails", error)
             raise
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
             self._forget()
 
     def _forget(self):
         if self.interval is not None:
             self.interval.release()
         self.in_training_step = self.in_update = False
-        self.interval = self._visit = self._captured = None
+        self.interval = self._visit = self._captured = self._stepping = None
         self.order.forget()
         self.tell("forget")
 
@@ -130,8 +133,15 @@ class Session:
             self.tell("update_ends")
 
     def _before_optimizer_step(self, optimizer, *_):
+        if self._stepping not in (None, optimizer):
+            return  # inside that one's step, with weights of this rank's alone (ZeroRedundancyOptimizer)
+        self._stepping = optimizer
         with self.failing("an optimizer step"):
             self.tell("optimizer_steps", optimizer)
+
+    def _after_optimizer_step(self, optimizer, *_):
+        if self._stepping is optimizer:
+            self._stepping = None
 
     # -- steps
 

@@ -44,6 +44,40 @@ def test_without_anybody_who_watches_the_gradient_is_the_same(load_loop, setting
     assert torch.equal(train(module), expected)
 
 
+class Outer(torch.optim.SGD):
+    """Steps by another optimizer, as ZeroRedundancyOptimizer does, and some wrappers."""
+
+    def __init__(self, params, fails_at=None, **kwargs):
+        super().__init__(params, **kwargs)
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"][:1], **kwargs)
+        self.n_steps, self.fails_at = 0, fails_at
+
+    def step(self):
+        self.n_steps += 1
+        if self.n_steps == self.fails_at:
+            raise ValueError("no step")
+        self.inner.step()
+
+
+@pytest.mark.parametrize("fails_at", [None, 1])
+def test_an_optimizer_inside_another_s_step_is_not_told_of(load_loop, fails_at):
+    class Steps(Watcher):
+        seen = []
+
+        def optimizer_steps(self, session, optimizer):
+            self.seen.append(optimizer)
+
+    module, model = load_loop(FLUX), torch.nn.Linear(3, 2)
+    session_on(module, JaggConfig(), Steps())
+    optimizer = Outer(model.parameters(), lr=0.0, fails_at=fails_at)
+    if fails_at:
+        with pytest.raises(ValueError, match="no step"):
+            module.train_one_step(module.make_args(), model, optimizer)
+    module.train_one_step(module.make_args(), model, optimizer)
+    module.train_one_step(module.make_args(), model, optimizer.inner)
+    assert Steps.seen == [optimizer] * (2 if fails_at else 1) + [optimizer.inner]
+
+
 class Diary(Watcher):
     """The events that come, without those of every step."""
 

@@ -48,6 +48,8 @@ class Guards(Watcher):
         interval = session.interval
         if interval is not None and interval.before.has_begun:
             # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
+            for weight in session.weights.others:
+                weight.grad = None
             if not interval.engine.drop_gradients():
                 self._spoilt_at = interval.where
         if interval is not None and TWICE in str(error):

@@ -16,13 +16,14 @@ MOST_KEPT = 1000  # timesteps, where every sample has its own
 class SameWeights(Watcher):
     """Which weights are trained, their versions, and which of them losses reach directly are compared at every step of a group.
 
-    Unless `walks` is False: which of them the knots' graphs reach. That takes a walk through a graph, so it is looked at where a
-    timestep is a knot's for the first time.
+    Unless `walks` is False: which of them the knots' graphs reach. That is looked at where a timestep is a knot's for the first
+    time, since it takes a walk through a graph.
     """
 
     def __init__(self, walks=True):
         self._walks = walks
         self._reached_at = {}  # by model, a knot's timesteps and what is trained there: what its graph reaches
+        self.others = set()  # weights among these that aren't the model's: a text encoder's that is trained with it, say
         self.forget(None)
 
     def forget(self, session):
@@ -51,12 +52,12 @@ class SameWeights(Watcher):
             self._trained = self._trained_now()
             self._versions = self._versions_now()
             self._ends = engine.weight_nodes()
-            self._reached = self._reach(visit, output)
+            self._reached = self._reach(session, visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
         if self._trained_now() != self._trained and not is_whole:
             raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
-        if visit.place.closes and not is_whole and self._reach(visit, output) != self._reached:
+        if visit.place.closes and not is_whole and self._reach(session, visit, output) != self._reached:
             raise weights_change(self._first, visit, "which weights the model's output depends on")
 
     def _trained_now(self):
@@ -66,14 +67,16 @@ class SameWeights(Watcher):
         """Of those that are trained: a model may count in a frozen one."""
         return [weight._version for weight, is_trained in zip(self._weights, self._trained, strict=True) if is_trained]
 
-    def _reach(self, visit, output):
+    def _reach(self, session, visit, output):
         """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""
         key = id(visit.step.model), tuple(visit.timesteps.tolist()), tuple(self._trained)
         if len(self._reached_at) == MOST_KEPT:
             self._reached_at.clear()
-        if self._walks and key not in self._reached_at:
-            self._reached_at[key] = weights_reached(output)
-        return self._reached_at.get(key)
+        if key not in self._reached_at:
+            self._reached_at[key] = weights_reached(output) if self._walks else None
+            others = set(weights_in([output])) - set(self._weights)
+            self.others |= {weight for weight in others if not session.interval.engine.is_own(weight)}
+        return self._reached_at[key]
 
     def gradient_comes(self, session, interval, place, ready):
         if interval is not session.interval:
@@ -117,6 +120,10 @@ def weights_reached(output):
     edges = [(output.grad_fn, output.output_nr), *(edge for node in nodes for edge in node.next_functions)]
     parts = {(weight, part) for node, part in edges for weight in entrances.get(node, ())}
     return frozenset(parts | {(id(node.variable), None) for node in nodes if is_weight(node)})
+
+
+def weights_in(outputs):
+    return [node.variable for node in graph_nodes(outputs) if is_weight(node)]
 
 
 def is_weight(node):

@@ -177,3 +177,26 @@ def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedu
 def test_in_a_sequential_group_of_three_it_can_not_be_told_from_the_model_s(trains):
     run = partial(trains, models.Plain, PENALTY, schedule="sequential", group_size=3)
     stops(run, "in a group of three\nwhether the step between loses that gradient can't be told: run with JAGG_SCHEDULE=joint")
+
+
+CONDITIONER = (
+    "    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))",
+    "    return model(torch.cat([latents + model.conditioner[0](timesteps[:, None] / 1000), timesteps[:, None] / 1000], 1))",
+    "            ratio = torch.exp(new_log_probs",
+    "            if (i, j) == args.fails_at: raise MemoryError\n            ratio = torch.exp(new_log_probs",
+)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(("fails_at", "self_check"), [((0, 14), True), ((1, 3), True), ((1, 9), True), ((1, 9), False)])
+def test_half_a_group_is_left_in_no_weight_that_it_reached(load_loop, schedule, fails_at, self_check):
+    """Nor in one that is trained with the model but isn't in it; a failure in joint, where nothing has come yet, leaves all."""
+    module, model = load_loop("train_grpo_flux", *CONDITIONER), models.Plain()
+    model.conditioner = [torch.nn.Linear(1, 2)]  # no module of it
+    weights = [*model.parameters(), *model.conditioner[0].parameters()]
+    install(vars(module), config=JaggConfig(frac=1, group_size=5, schedule=schedule, self_check=self_check))
+    torch.manual_seed(1)
+    with pytest.raises(MemoryError):
+        module.train_one_step(module.make_args(fails_at=fails_at), model, torch.optim.SGD(weights, lr=0.0))
+    has_begun = schedule == "sequential" and fails_at[1] in (9, 14)
+    assert [weight.grad is None for weight in weights] == [has_begun] * len(weights)

@@ -3,6 +3,7 @@
 The way that a gradient takes can be read without this file.
 """
 
+import sys
 from itertools import zip_longest
 
 import torch
@@ -103,6 +104,7 @@ class Guards(Watcher):
             self._require_continued(session.interval, visit)
 
     def interval_begins(self, session, visit):
+        require_eager_backward()
         self._syncs = session.interval.engine.syncs_gradients()
         self._require_scheduled(session.interval, visit)
         require_trajectory_order(session.interval)
@@ -186,6 +188,16 @@ def require_alike(visit, tensor, was_constant):
         raise JaggError(
             f"{visit.where}: the training forward returned a tensor with a graph, {shape}, that the group's first had without\n"
             f"the steps between may have lost its gradient: {OFF_AND_REPORT}"
+        )
+
+
+def require_eager_backward():
+    """Raise `JaggError` where torch compiles the backward: it can't trace what happens to a gradient here."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "compiled_autograd_enabled", False):
+        raise JaggError(
+            "the backward is compiled (compiled autograd), and JAGG's part of it can't be\n"
+            "switch that off (torch._dynamo.config.compiled_autograd), or run with JAGG_ENABLED=0"
         )
 
 

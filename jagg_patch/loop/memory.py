@@ -39,6 +39,8 @@ def graph_bytes(model):
     kept = {}
 
     def pack(tensor):
+        if tensor.layout is not torch.strided:
+            return tensor, tensor._version
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor.detach(), tensor._version  # itself, it would be kept alive by the node that made it
 

@@ -106,7 +106,7 @@ class DanceGrpoTrainer:
             contract.loop: wrapped_train_one_step,
             contract.rollout: wrapped_sample_reference_model,
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
-            **{name: wrap.solver_step(namespace[name], session, "latents") for name in contract.solvers},
+            **wrap.solver_steps(namespace, contract.solvers, session, "latents"),
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order.sort),
         }
         if session.skipping.is_on:

@@ -110,7 +110,7 @@ class FlowGrpoTrainer:
         wrapped = {
             "main": wrap.whole_main(namespace["main"], session, plan),
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
-            **{name: wrap.solver_step(namespace[name], session, "sample") for name in contract.solvers},
+            **wrap.solver_steps(namespace, contract.solvers, session, "sample"),
         }
         if contract.rollout in namespace:  # else nothing is on that needs it
             wrapped[contract.rollout] = wrap.within(namespace[contract.rollout], *around_rollout)

@@ -4,6 +4,8 @@ import functools
 import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
 
+import torch
+
 from ..config import AUTO
 from ..engines.deepspeed import NO_REPLAY
 from ..errors import JaggError, no_probe
@@ -47,6 +49,14 @@ def solver_step(function, session, latents):
             return function(*bound.args, **bound.kwargs)
 
     return wrapped_solver_step
+
+
+def solver_steps(namespace, names, session, latents):
+    """`{name: replacement}`. Where the trainer compiles any of its functions, the graph breaks at them: Python decides there."""
+    wrapped = {name: solver_step(namespace[name], session, latents) for name in names}
+    if any(hasattr(function, "_torchdynamo_orig_callable") for function in namespace.values()):
+        return {name: torch.compiler.disable(function) for name, function in wrapped.items()}
+    return wrapped
 
 
 def within(function, *contexts):

@@ -28,7 +28,11 @@ def trains(load_loop):
 
 @pytest.mark.parametrize(
     ("pieces", "settings"),
-    [(FORWARD + SOLVER, dict(schedule="sequential")), (FORWARD, dict(schedule="sequential", group_size=5)), (ROLLOUT, dict(skip_forwards=True))],
+    [
+        (FORWARD + SOLVER, dict(schedule="sequential")),
+        (FORWARD, dict(schedule="sequential", group_size=5)),
+        (ROLLOUT, dict(skip_forwards=True)),
+    ],
     ids=["forward and solver", "forward", "rollout"],
 )
 def test_functions_of_the_trainer_may_be_compiled(trains, pieces, settings):

@@ -49,8 +49,8 @@ class DeepSpeed(Engine):
         return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
     def weight_nodes(self):
-        """Not of ZeRO-3, which empties weights: a node made then would be for none."""
-        return [] if self._engine.zero_optimization_stage() == 3 else super().weight_nodes()
+        """Of ZeRO-3, which empties weights, those that the graph has: a node made now would be for an empty one."""
+        return [node for node in super().weight_nodes() if 0 not in node._input_metadata[0].shape]
 
     def drop_gradients(self):
         return False

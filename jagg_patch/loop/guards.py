@@ -16,7 +16,9 @@ from .memory import CHANGED
 from .watcher import Watcher
 from .weights import is_weight, reached_beside
 
-TWICE = "Trying to backward through the graph a second time"  # as torch has it
+# As torch has it where a loss reaches weights beside the model's output: of a graph that its own backward has freed, and of
+# FSDP1's root, which hasn't been told that a backward begins.
+BESIDE = "Trying to backward through the graph a second time", "expected to be in states [<TrainingState.FORWARD_BACKWARD"
 OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
 
 
@@ -53,7 +55,7 @@ class Guards(Watcher):
                 weight.grad = None
             if not interval.engine.drop_gradients():
                 self._spoilt_at = interval.where
-        if interval is not None and TWICE in str(error):
+        if interval is not None and any(words in str(error) for words in BESIDE):
             raise reached_beside(interval.where) from error
         if interval is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
             remedy = "pass broadcast_buffers=False to DDP" if interval.engine.broadcasts_buffers else "let it keep a copy"

@@ -4,6 +4,7 @@ usage: torchrun ... unsuited_cells.py OUT; writes OUT/rank{N}.pt, `{(engine, mod
 tests that read them are in test_unsuited.py.
 """
 
+import logging
 import sys
 import warnings
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engines import fully_shard
+from engines import Zero1, Zero3, fully_shard
 from observe import self_checks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -20,10 +21,18 @@ from unit import models
 
 from jagg_patch import JaggConfig, JaggError, install
 
-# Not imported by its name, which the pytest process, that reads the tables here, gives to other loops.
-spec = spec_from_file_location("train_grpo_flux", Path(__file__).resolve().parents[1] / "unit/loop/train_grpo_flux.py")
-loop = module_from_spec(spec)
-spec.loader.exec_module(loop)
+LOOP = Path(__file__).resolve().parents[1] / "unit/loop/train_grpo_flux.py"
+
+
+def load(path):
+    """Not by its name, which the pytest process, that reads the tables here, gives to other loops."""
+    spec = spec_from_file_location("train_grpo_flux", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+loop = load(LOOP)
 
 N_RANKS = 2
 ENGINES = {
@@ -51,6 +60,16 @@ CELLS = [
 LONELY = [(engine, "a critic steps", schedule) for engine in ("none", "DDP", "FSDP1") for schedule in ("joint", "sequential")]
 LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "sequential")]
 
+# A loss that reaches weights by another way than the model's output; DeepSpeed runs the backward and the step itself.
+ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
+AUXILIARY = [(engine, "ValueHead", schedule) for engine in ("FSDP1", *ZEROS) for schedule in ("joint", "sequential")]
+BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
+WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"}
+WITH_AUX_IN_ZERO = {
+    BACKWARD: "            model.backward(loss + 0.5 * model.module.aux)\n            model.step()\n",
+    STEP: "            pass\n",
+}
+
 
 def run(engine, model, schedule, optimizer=torch.optim.SGD):
     torch.manual_seed(0)
@@ -59,6 +78,32 @@ def run(engine, model, schedule, optimizer=torch.optim.SGD):
     handle = install(vars(loop), config=JaggConfig(frac=0.8, schedule=schedule))
     try:
         loop.train_one_step(loop.make_args(), model, optimizer(model.parameters(), lr=0.1))
+    except JaggError as error:
+        return str(error)
+    finally:
+        handle.uninstall()
+
+
+def run_auxiliary(engine, model, schedule, out):
+    torch.manual_seed(0)
+    text = LOOP.read_text()
+    for old, new in (WITH_AUX_IN_ZERO if engine in ZEROS else WITH_AUX).items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path = out / f"loop{dist.get_rank()}" / LOOP.name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    module = load(path)
+    model = getattr(models, model)()
+    if engine in ZEROS:
+        zero = ZEROS[engine](model, None, lambda model: None, None, n_micro_steps=30)
+        model, optimizer = zero.transformer, zero.optimizer
+    else:
+        model = ENGINES[engine](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = install(vars(module), config=JaggConfig(frac=0.8, schedule=schedule))
+    try:
+        module.train_one_step(module.make_args(), model, optimizer)
     except JaggError as error:
         return str(error)
     finally:
@@ -108,6 +153,8 @@ def main(out):
     dist.init_process_group("gloo")
     found = {cell: run(*cell) for cell in CELLS}
     found |= {cell: run_lonely(*cell) for cell in LONELY}
+    logging.disable(logging.WARNING)
+    found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()
     dist.destroy_process_group()

@@ -156,6 +156,19 @@ class Auxiliary(Plain):
         return self.net[2](hidden)
 
 
+class ValueHead(Plain):
+    """A loss of a head of its own on what the model's graph doesn't go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        self.aux = self.head(hidden.detach()).square().mean()
+        return self.net[2](hidden)
+
+
 class Penalty(Plain):
     """One of the weights, computed in the forward."""
 

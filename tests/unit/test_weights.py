@@ -123,21 +123,8 @@ def test_an_auxiliary_loss_in_sequential_groups_of_two_is_exact(trains, model):
     assert_close(found, trains(model, WITH_AUX), rtol=1e-5, atol=1e-7)
 
 
-class ValueHead(models.Plain):
-    """A loss of a head of its own on what the model's graph doesn't go through."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(8, 1)
-
-    def forward(self, x):
-        hidden = self.net[1](self.net[0](x))
-        self.aux = self.head(hidden.detach()).square().mean()
-        return self.net[2](hidden)
-
-
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
-@pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty, ValueHead])
+@pytest.mark.parametrize("model", [models.Auxiliary, models.Penalty, models.ValueHead])
 def test_an_auxiliary_loss_that_begins_later_stops(trains, model, schedule):
     later = BACKWARD, "(loss + 0.01 * model.aux * (i > 0) if i > 0 else loss).backward()"
     stops(partial(trains, model, later, schedule=schedule), "reaches weights by another way than the model's output", "sample 1")

@@ -33,7 +33,7 @@ class SelfCheck(Watcher):
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
-        self._passed_over = self._has_said = False  # optimizers that don't hold its weights
+        self._has_asked = self._has_said = False  # whether an optimizer of its weights has stepped, and that none has
         self.seconds = 0.0
         self.is_measuring = False
         self._drop()
@@ -105,8 +105,8 @@ class SelfCheck(Watcher):
         if not self._is_on or not session.order.groups or way_now(session) in self._checked:
             return
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
-            self._passed_over = True
             return  # another network's optimizer, which may step on one rank alone
+        self._has_asked = True
         # Every rank asks, also one that has left out all its samples.
         is_ready = self._interval is not None and self._interval.after.is_done
         ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)
@@ -120,8 +120,8 @@ class SelfCheck(Watcher):
         self._drop()
 
     def update_ends(self, session):
-        if self._passed_over and self._interval is not None and not self._has_said:
-            self._say("JAGG: no self-check of a group so far: no optimizer that has stepped holds the model's own weights")
+        if self._interval is not None and not self._has_asked and not self._has_said:
+            self._say("JAGG: no self-check of a group so far: no torch optimizer that holds the model's own weights has stepped")
             self._has_said = True
 
     def _measure(self, session, optimizer, has_own):

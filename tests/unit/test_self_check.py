@@ -292,8 +292,25 @@ def test_an_optimizer_of_copies_of_the_weights_leaves_it_unchecked_and_that_is_s
 
     assert torch.equal(trains(models.Plain, optimizer=OfCopies, schedule="joint"), trains(models.Plain, schedule="joint"))
     (line,) = said(capsys)
-    assert line.endswith("no optimizer that has stepped holds the model's own weights")
+    assert line.endswith("no torch optimizer that holds the model's own weights has stepped")
     assert len(verdicts) == 1  # of the second run
+
+
+def test_an_optimizer_that_is_none_of_torch_s_leaves_the_group_unchecked_which_is_said(trains, verdicts, capsys):
+    class Own:
+        def __init__(self, parameters):
+            self.parameters = list(parameters)
+
+        def zero_grad(self):
+            for weight in self.parameters:
+                weight.grad = None
+
+        def step(self):
+            """Leaves the weights as they are."""
+
+    trains(models.Plain, optimizer=Own, schedule="joint")
+    (line,) = said(capsys)
+    assert line.endswith("no torch optimizer that holds the model's own weights has stepped") and verdicts == []
 
 
 def test_sparse_and_complex_gradients_are_compared(trains, verdicts, capsys):

@@ -88,13 +88,18 @@ class SameWeights(Watcher):
                     f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
                 )
-            if interval.after in ready and len(interval.positions) > 2 and any(self.beside) and not self._is_told:
+            if interval.after in ready and len(interval.positions) > 2 and not self._is_told and self._is_beside(interval.engine):
                 raise may_reach_beside(interval.where)
             return
         beside = list(map(torch._C._will_engine_execute_node, self._ends))
         if self.beside not in (None, beside):
             raise reached_beside(interval.where)
         self.beside, self._is_told = beside, not place.is_knot
+
+    def _is_beside(self, engine):
+        """Whether a loss has reached weights beside the model's output, but for the one that every backward has to reach."""
+        reached = zip(self.beside or (), self._ends)
+        return any(is_reached and getattr(node, "variable", node) is not engine.link for is_reached, node in reached)
 
     def _require_unchanged(self, interval, where):
         is_whole = len(interval.positions) == 2 and interval.before.is_done

@@ -48,10 +48,6 @@ class DeepSpeed(Engine):
             return super().hold_micro_step()
         return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
-    def weight_nodes(self):
-        """Of ZeRO-3, which empties weights, those that the graph has: a node made now would be for an empty one."""
-        return [node for node in super().weight_nodes() if 0 not in node._input_metadata[0].shape]
-
     def drop_gradients(self):
         return False
 

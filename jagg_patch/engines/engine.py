@@ -1,7 +1,5 @@
 """The questions, and the answers of a model that runs on no engine."""
 
-from torch.autograd.graph import get_gradient_edge
-
 ACCUMULATORS = "main_grad", "grad_acc"  # of Megatron, TransformerEngine and apex, and of ColossalAI
 
 
@@ -27,10 +25,6 @@ class Engine:
     def parameters(self):
         """The parameters in whose `.grad` an optimizer finds gradients."""
         return list(self.model.parameters())
-
-    def weight_nodes(self):
-        """Right after a forward: the nodes of its graph that add up gradients of `parameters()`; none where that isn't known."""
-        return [get_gradient_edge(parameter)[0] for parameter in self.parameters() if parameter.requires_grad]
 
     @property
     def no_replay(self):

@@ -20,11 +20,6 @@ class Fsdp1(Engine):
         units = FSDP.fsdp_modules(model)
         return cls(model, units) if units else None
 
-    def weight_nodes(self):
-        """FSDP1 holds them from a forward to its backward. One that is made later would be for the shard alone."""
-        states = [getattr(unit._handle.flat_param, "_post_backward_hook_state", ()) for unit in self._units]
-        return [state[0] for state in states if len(state) == 2]  # of frozen weights it has a handle alone
-
     def is_own(self, leaf):
         return any(leaf is unit._handle.flat_param for unit in self._units)
 

@@ -1,6 +1,5 @@
 """`fully_shard`. Its parameters are DTensors, and it keeps gradients that it has accumulated without reducing them."""
 
-from torch.autograd.graph import get_gradient_edge
 
 from .engine import Engine
 
@@ -20,10 +19,6 @@ class Fsdp2(Engine):
         """The sharded ones. Between a forward and its backward the model has the gathered ones in some modules instead."""
         sharded = {id(gathered): parameter for gathered, parameter in self._pairs()}
         return [sharded.get(id(parameter), parameter) for parameter in super().parameters()]
-
-    def weight_nodes(self):
-        pairs = [gathered for gathered, _ in self._pairs() if gathered is not None]
-        return [get_gradient_edge(gathered)[0] for gathered in pairs if gathered.requires_grad]
 
     @property
     def rounds_gradients(self):

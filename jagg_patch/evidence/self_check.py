@@ -80,8 +80,9 @@ class SelfCheck(Watcher):
             self._forwards[-1].output = value.detach().clone()
 
     def gradient_comes(self, session, interval, place, ready):
-        if interval is self._interval and session.weights.beside is not None:
-            self._losses_go_through = not any(session.weights.beside)
+        if interval is self._interval:
+            goes_through = session.beside.is_reached is False
+            self._losses_go_through = goes_through and (place.opens or self._losses_go_through)
 
     def passes_begin(self, session, interval, knots, gradients):
         if interval is self._interval:

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
+from .beside import reached_beside
 from .memory import CHANGED
 from .watcher import Watcher
-from .weights import is_weight, reached_beside
+from .weights import is_weight
 
 # As torch has it where a loss reaches weights beside the model's output: of a graph that its own backward has freed, and of
 # FSDP1's root, which hasn't been told that a backward begins.

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..engines import engine_of
 from ..errors import JaggError
+from .beside import Beside
 from .between import outputs_between
 from .guards import Guards
 from .knots import AtOnce, Interval
@@ -32,14 +33,14 @@ class Session:
     """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
 
     order: the plan, and how far it is. interval: what is open, or None. schedule, skipping: what decides how a group runs.
-    weights: what a group's graphs reach, and its losses beside them.
+    weights, beside: what a group's graphs reach, and its losses beside them.
     watchers: whoever is told of what happens, in that order, after the guards and the two that decide.
     """
 
     def __init__(self, config, planner, schedule, skipping, watchers=()):
         self.config, self.schedule, self.skipping = config, schedule, skipping
-        self.order, self.weights = Order(planner), SameWeights(config.self_check)
-        self._watchers = [Guards(), self.weights, skipping, schedule, *watchers]
+        self.order, self.weights, self.beside = Order(planner), SameWeights(config.self_check), Beside()
+        self._watchers = [Guards(), self.weights, self.beside, skipping, schedule, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
@@ -179,6 +180,7 @@ class Session:
                 self.interval.outputs.begin(self, visit)
             elif visit.place.closes:
                 self.interval.outputs.end(self)
+            self.tell("step_returns", visit)
         self.order.advance()
         return result
 
@@ -231,6 +233,7 @@ class Session:
                 value = self.interval.way.solver_input(self, visit, output)
                 self.tell("proxy_given", visit, value)
                 yield value
+            self.tell("solver_ends", visit)
 
     @contextmanager
     def capturing(self):

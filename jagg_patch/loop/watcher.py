@@ -37,6 +37,9 @@ class Watcher:
     def proxy_given(self, session, visit, value):
         """The solver step gets `value`: the model output's proxy, in an exact step the output itself."""
 
+    def solver_ends(self, session, visit):
+        """The solver step of a grouped step has returned."""
+
     def gradient_comes(self, session, interval, place, ready):
         """In the backward of the loss of the step at `place`; the passes of the knots in `ready` run in it as well."""
 
@@ -45,6 +48,9 @@ class Watcher:
 
     def step_ends(self, session, visit, result):
         """After a training forward, which returned `result`."""
+
+    def step_returns(self, session, visit):
+        """The loop goes on. With skipped forwards, the knot after may have been run since `step_ends`."""
 
     def forwards_skipped(self, session, n):
         """`n` forwards that the unpatched trainer runs weren't run; negative where one was run that it doesn't."""

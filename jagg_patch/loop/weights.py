@@ -1,4 +1,4 @@
-"""A group has the same weights from its first forward to its backward passes, which its losses reach through model outputs.
+"""A group has the same weights from its first forward to its backward passes.
 
 A group's gradient goes through two graphs. Weights that another step's forward uses, or that are trained at some of the steps
 only, would get another share of it than theirs.
@@ -14,7 +14,7 @@ MOST_KEPT = 1000  # timesteps, where every sample has its own
 
 
 class SameWeights(Watcher):
-    """Which weights are trained, their versions, and which of them losses reach directly are compared at every step of a group.
+    """Which weights are trained, and their versions, are compared at every step of a group.
 
     Unless `walks` is False: which of them the knots' graphs reach. That is looked at where a timestep is a knot's for the first
     time, since it takes a walk through a graph.
@@ -30,9 +30,6 @@ class SameWeights(Watcher):
         self._first = None  # the visit that the group began with
         self._weights = self._trained = self._versions = ()
         self._reached = None
-        self._ends = ()  # nodes, while their graph is there: engines make new ones for the next
-        self.beside = None  # of each trained weight, whether a loss of the group reaches it beside the model's output
-        self._is_told = False  # whether it was asked at a step between
 
     def interval_begins(self, session, visit):
         self.forget(session)
@@ -51,7 +48,6 @@ class SameWeights(Watcher):
             self._weights = engine.parameters()
             self._trained = self._trained_now()
             self._versions = self._versions_now()
-            self._ends = engine.weight_nodes()
             self._reached = self._reach(session, visit, output)
             return
         is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
@@ -88,18 +84,6 @@ class SameWeights(Watcher):
                     f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
                 )
-            if interval.after in ready and len(interval.positions) > 2 and not self._is_told and self._is_beside(interval.engine):
-                raise may_reach_beside(interval.where)
-            return
-        beside = list(map(torch._C._will_engine_execute_node, self._ends))
-        if self.beside not in (None, beside):
-            raise reached_beside(interval.where)
-        self.beside, self._is_told = beside, not place.is_knot
-
-    def _is_beside(self, engine):
-        """Whether a loss has reached weights beside the model's output, but for the one that every backward has to reach."""
-        reached = zip(self.beside or (), self._ends)
-        return any(is_reached and getattr(node, "variable", node) is not engine.link for is_reached, node in reached)
 
     def _require_unchanged(self, interval, where):
         is_whole = len(interval.positions) == 2 and interval.before.is_done
@@ -134,22 +118,6 @@ def weights_in(outputs):
 def is_weight(node):
     """Whether `node` adds up the gradient of a model's parameter, and not of another tensor that asks for one."""
     return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
-
-
-def reached_beside(where):
-    """The `JaggError` to raise when a loss of the group reaches weights by another way than the model's output."""
-    return JaggError(
-        f"{where}: a loss of the group reaches weights by another way than the model's output (an auxiliary loss?)\n"
-        "the steps between would lose that gradient: leave it out, or run with JAGG_ENABLED=0"
-    )
-
-
-def may_reach_beside(where):
-    """In a sequential group of three, where the step between runs the first knot's pass, which reaches them as well."""
-    return JaggError(
-        f"{where}: a loss reaches weights by another way than the model's output (an auxiliary loss?), in a group of three\n"
-        "whether the step between loses that gradient can't be told: run with JAGG_SCHEDULE=joint, or leave it out"
-    )
 
 
 def weights_change(first, visit, what):

@@ -33,7 +33,12 @@ def proxy(output, targets, receive):
 
 def graph_nodes(tensors):
     """The nodes that backward passes from `tensors` would run, up to proxies and without those, once each."""
-    seen, nodes = set(), [tensor.grad_fn for tensor in tensors]
+    return nodes_from(tensor.grad_fn for tensor in tensors)
+
+
+def nodes_from(nodes):
+    """`nodes`, and those that they lead to, as `graph_nodes` has them."""
+    seen, nodes = set(), list(nodes)
     while nodes:
         node = nodes.pop()
         if node is None or node in seen or isinstance(node, _Proxy._backward_cls):

@@ -334,6 +334,15 @@ def test_a_penalty_at_some_steps_is_told_apart_from_a_late_backward(trains, verd
     penalty = "loss.backward()", f"(loss + {squares} if int(step) % 4 == 3 else loss).backward()"
     found = trains(models.Plain, penalty, schedule=schedule)
     assert torch.equal(found, trains(models.Plain, penalty, schedule=schedule, self_check=False))
+    assert said(capsys) == [] and verdicts[0] < 1e-6
+
+
+@pytest.mark.usefixtures("without_contract")
+def test_what_comes_to_the_gradient_in_a_group_some_other_way_is_said(trains, verdicts, capsys):
+    """From the backward on that the first endpoint's pass runs in."""
+    decayed = "loss.backward()", "loss.backward(); [w.grad.add_(0.01) for w in model.parameters() if w.grad is not None]"
+    found = trains(models.Plain, decayed, schedule="sequential")
+    assert torch.equal(found, trains(models.Plain, decayed, schedule="sequential", self_check=False))
     (line,) = said(capsys)
     assert "hasn't come through the model's outputs" in line and verdicts[0] < 1e-6
 

@@ -150,20 +150,61 @@ def test_what_a_model_counts_in_a_frozen_weight_is_its_own(trains, schedule):
     assert torch.equal(trains(Counting, schedule=schedule), trains(models.Plain, schedule=schedule))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "group_size", "frac"), [("joint", 2, 1), ("joint", 4, 1), ("sequential", 2, 1), ("sequential", 4, 8 / 15)]
-)
-def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedule, group_size, frac):
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_penalty_on_the_weights_that_the_loop_computes_is_whole(trains, schedule, group_size):
     """Each step's loss reaches them in its own backward."""
-    settings = dict(schedule=schedule, group_size=group_size, frac=frac)
+    settings = dict(schedule=schedule, group_size=group_size)
     found, own = trains(models.Plain, PENALTY, **settings), trains(models.Plain, **settings)
     weights = torch.cat([weight.detach().flatten() for weight in models.Plain().parameters()])
     assert_close(found - own, 0.01 * 2 * weights * 2 * 15, rtol=1e-4, atol=1e-6)  # two samples of fifteen steps
 
 
-def test_in_a_sequential_group_of_three_it_can_not_be_told_from_the_model_s(trains):
-    run = partial(trains, models.Plain, PENALTY, schedule="sequential", group_size=3)
-    stops(run, "in a group of three\nwhether the step between loses that gradient can't be told: run with JAGG_SCHEDULE=joint")
+SOME_STEPS = {
+    "all": "(loss + 0.01 * model.aux + PENALTY).backward()",
+    "low noise": "(loss + 0.01 * model.aux if int(step) >= 2 else loss).backward()",
+    "first": "(loss + 0.01 * model.aux if int(step) % 3 == 0 else loss).backward()",
+    "last": "(loss + 0.01 * model.aux if int(step) % 3 == 2 else loss).backward()",
+}
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("backward", SOME_STEPS.values(), ids=SOME_STEPS)
+def test_an_auxiliary_loss_stops_beside_a_penalty_and_where_some_steps_have_it(trains, backward, schedule):
+    backward = backward.replace("PENALTY", "1e-4 * sum(weight.square().sum() for weight in model.parameters())")
+    settings = dict(schedule=schedule, group_size=3, self_check=False)
+    stops(partial(trains, models.ValueHead, (BACKWARD, backward), **settings), "reaches weights by another way")
+
+
+CRITIC = (
+    "    return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]",
+    "    found = flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]\n"
+    "    args.value = transformer.critic[0](velocity.detach()).square().mean()\n    return found",
+    BACKWARD,
+    "(loss + 0.1 * args.value).backward()",
+)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_so_does_one_of_another_network_s_weights_after_the_solver_step(trains, schedule):
+    class WithCritic(models.Plain):
+        def __init__(self):
+            super().__init__()
+            self.critic = [torch.nn.Linear(2, 1)]  # no module of it
+
+    stops(partial(trains, WithCritic, CRITIC, schedule=schedule, group_size=3), "reaches weights by another way")
+    found, exact = trains(WithCritic, CRITIC, schedule=schedule, group_size=2), trains(WithCritic, CRITIC)
+    assert_close(found, exact, rtol=1e-5, atol=1e-7)
+
+
+def test_torch_s_own_backward_is_back_when_a_group_is_over(load_loop):
+    seeing = "            ratio = torch.exp(", "            args.see()\n            ratio = torch.exp("
+    module, backward, seen = load_loop("train_grpo_flux", *seeing), torch.autograd.backward, []
+    install(vars(module), config=JaggConfig(frac=0.6))
+    args, model = module.make_args(see=lambda: seen.append(torch.autograd.backward is backward)), models.Plain()
+    module.train_one_step(args, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert torch.autograd.backward is backward
+    assert seen == ([False] * 9 + [True] * 6) * 2
 
 
 CONDITIONER = (

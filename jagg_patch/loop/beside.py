@@ -7,9 +7,10 @@ the knots alone: at the steps between it is a constant, and its gradient would b
 import functools
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from ..errors import JaggError
-from ..method.proxy import graph_nodes, nodes_from
+from ..method.proxy import nodes_from
 from .watcher import Watcher
 from .weights import is_weight
 
@@ -21,7 +22,7 @@ class Beside(Watcher):
     """
 
     def __init__(self):
-        self._backward = self._roots = None  # torch's own, and what it has been called with
+        self._backward = self._roots = None  # torch's own, and the nodes that it has been called for
         self.forget(None)
 
     def forget(self, session):
@@ -44,7 +45,8 @@ class Beside(Watcher):
             torch.autograd.backward = self._noting
 
     def _note(self, backward, tensors, *args, **kwargs):
-        before, self._roots = self._roots, [tensors] if torch.is_tensor(tensors) else list(tensors)
+        tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
+        before, self._roots = self._roots, [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors]
         try:
             return backward(tensors, *args, **kwargs)
         finally:
@@ -71,7 +73,7 @@ class Beside(Watcher):
         if interval is not session.interval or self._roots is None:
             self.is_reached = None
             return
-        nodes = list(graph_nodes(self._roots))
+        nodes = list(nodes_from(self._roots))
         self.is_reached = any(map(is_weight, nodes))
         if self.is_reached and len(interval.positions) > 2:  # two are exact, if each graph is whole
             of_forwards = [node for node in nodes if any(first < node._sequence_nr() < last for first, last in self._spans)]

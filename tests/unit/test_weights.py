@@ -197,6 +197,17 @@ def test_so_does_one_of_another_network_s_weights_after_the_solver_step(trains, 
     assert_close(found, exact, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("without_contract")
+@pytest.mark.parametrize("aux", ["", " + 0.01 * model.aux"])
+def test_a_backward_of_several_roots_is_looked_at_as_a_whole(trains, aux):
+    roots = BACKWARD, f"torch.autograd.backward(root for root in (0.5 * loss, 0.5 * loss{aux}))"
+    run = partial(trains, models.ValueHead, roots)
+    if aux:
+        stops(partial(run, schedule="joint"), "reaches weights by another way")
+    else:
+        assert_close(run(schedule="joint"), trains(models.ValueHead, schedule="joint"), rtol=1e-5, atol=1e-7)
+
+
 def test_torch_s_own_backward_is_back_when_a_group_is_over(load_loop):
     seeing = "            ratio = torch.exp(", "            args.see()\n            ratio = torch.exp("
     module, backward, seen = load_loop("train_grpo_flux", *seeing), torch.autograd.backward, []

@@ -54,9 +54,12 @@ def solver_step(function, session, latents):
 def solver_steps(namespace, names, session, latents):
     """`{name: replacement}`. Where the trainer compiles any of its functions, the graph breaks at them: Python decides there."""
     wrapped = {name: solver_step(namespace[name], session, latents) for name in names}
-    if any(hasattr(function, "_torchdynamo_orig_callable") for function in namespace.values()):
-        return {name: torch.compiler.disable(function) for name, function in wrapped.items()}
-    return wrapped
+    if not any(hasattr(function, "_torchdynamo_orig_callable") for function in namespace.values()):
+        return wrapped
+    for function in wrapped.values():
+        for name in [name for name in vars(function) if name.startswith("_torchdynamo")]:
+            delattr(function, name)  # `wraps` has copied it from a compiled one, which torch would call instead
+    return {name: torch.compiler.disable(function) for name, function in wrapped.items()}
 
 
 def within(function, *contexts):

@@ -164,6 +164,7 @@ class Session:
         """
         if not self.trains:
             return forward()
+        self._stepping = None  # after one that has failed, which the loop has passed over
         self._begin_update(step)
         visit = self.order.visit(step, forward)
         with self.failing(visit.name) if self.order.routes else nullcontext():  # else the loop may pass over it, as unpatched

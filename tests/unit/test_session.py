@@ -78,6 +78,29 @@ def test_an_optimizer_inside_another_s_step_is_not_told_of(load_loop, fails_at):
     assert Steps.seen == [optimizer] * (2 if fails_at else 1) + [optimizer.inner]
 
 
+def test_an_optimizer_whose_step_fails_hides_no_other_s(load_loop):
+    """A critic's, after the first sample's steps, which the loop passes over."""
+
+    class Steps(Watcher):
+        seen = []
+
+        def optimizer_steps(self, session, optimizer):
+            self.seen.append(optimizer)
+
+    passed_over = "            loss.backward()\n", "            loss.backward()\n            args.after_step(i, j)\n"
+    module, model = load_loop(FLUX, *passed_over), torch.nn.Linear(3, 2)
+    session_on(module, JaggConfig(), Steps())
+    critic, optimizer = (Outer(model.parameters(), lr=0.0, fails_at=n) for n in (1, None))
+
+    def after_step(i, j):
+        if (i, j) == (0, 14):
+            with pytest.raises(ValueError, match="no step"):
+                critic.step()
+
+    module.train_one_step(module.make_args(after_step=after_step), model, optimizer)
+    assert Steps.seen == [critic, optimizer]
+
+
 class Diary(Watcher):
     """The events that come, without those of every step."""
 

@@ -10,6 +10,7 @@ import torch
 from ..engines import engine_of
 from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
+from ..loop.weights import leaves
 from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
 from .settings import attributes_of, modules_of, put_attributes, put_settings, settings_of
@@ -117,12 +118,6 @@ def compare(approximate, exact):
     """
     parameters = [tensor for tensor in approximate | exact if isinstance(tensor, torch.nn.Parameter)]
     return sums(map(approximate.get, parameters), map(exact.get, parameters))
-
-
-def leaves(outputs, engine):
-    """In whose `.grad` a backward from `outputs` leaves gradients, but for what stands for parameters of the `engine`'s model."""
-    found = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
-    return [leaf for leaf in found if not engine.is_own(leaf)]
 
 
 def is_low(output):

@@ -15,10 +15,10 @@ from ..engines.gradients import gradients_of
 from ..errors import JaggError
 from ..loop.between import Compared
 from ..loop.watcher import Watcher
-from ..loop.weights import weights_reached
+from ..loop.weights import leaves, weights_reached
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, leaves, nothing_changed
+from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, nothing_changed
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
 REPEATED = 0.01  # of these: what a forward that is run again may differ

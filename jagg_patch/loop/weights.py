@@ -70,8 +70,8 @@ class SameWeights(Watcher):
             self._reached_at.clear()
         if key not in self._reached_at:
             self._reached_at[key] = weights_reached(output) if self._walks else None
-            others = set(weights_in([output])) - set(self._weights)
-            self.others |= {weight for weight in others if not session.interval.engine.is_own(weight)}
+            reached = leaves([output], session.interval.engine)
+            self.others |= {leaf for leaf in reached if isinstance(leaf, torch.nn.Parameter)} - set(self._weights)
         return self._reached_at[key]
 
     def gradient_comes(self, session, interval, place, ready):
@@ -111,8 +111,10 @@ def weights_reached(output):
     return frozenset(parts | {(id(node.variable), None) for node in nodes if is_weight(node)})
 
 
-def weights_in(outputs):
-    return [node.variable for node in graph_nodes(outputs) if is_weight(node)]
+def leaves(outputs, engine):
+    """In whose `.grad` a backward from `outputs` leaves gradients, but for what stands for parameters of the `engine`'s model."""
+    found = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
+    return [leaf for leaf in found if not engine.is_own(leaf)]
 
 
 def is_weight(node):

@@ -14,12 +14,13 @@ import torch
 from ..engines import engine_of
 from ..errors import JaggError, no_probe
 from ..loop.watcher import Watcher
+from ..loop.weights import leaves
 from ..method.folding import endpoint_weights, weighted_sum
 from ..method.plan import alphas, whole_groups
 from ..method.quality import agreement
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_of, nothing_changed
+from .replay import ANOTHER_IS_TRAINED, KeptForward, backward_as_trained, compare, is_of, nothing_changed, trains_another
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 
@@ -40,6 +41,7 @@ class Probe(Watcher):
         every = self._config.probe_every
         self._n_awaited = n_visited if every and training_step % every == 0 and n_visited > 1 else 0
         self._forwards = []
+        self._reached = set()  # leaves of the first forward's graph
         self.is_measuring = False
         self.seconds = 0.0
         self.result = None
@@ -63,11 +65,19 @@ class Probe(Watcher):
         if self.is_due and not self._is_ready:
             self._forwards.append(KeptForward.of(visit))
 
+    def model_output(self, session, visit, output):
+        self._look_at_graph(visit, output)
+
     def proxy_given(self, session, visit, value):
         """Its gradient is the step's s_j."""
+        self._look_at_graph(visit, value)  # the model's, in an exact step
         if self._forwards and self._forwards[-1].visit is visit and value.requires_grad:
             self._forwards[-1].output = value.detach().clone()
             self._forwards[-1].keep_gradient(value)
+
+    def _look_at_graph(self, visit, output):
+        if self.is_due and len(self._forwards) == 1:
+            self._reached.update(leaves([output], engine_of(visit.step.model)))
 
     def optimizer_steps(self, session, optimizer):
         if self.is_measuring:
@@ -76,6 +86,8 @@ class Probe(Watcher):
                 "the probe would train: run without JAGG_PROBE_EVERY"
             )
         if self.is_due and self._is_ready and is_of(optimizer, self._forwards[0].step.model):
+            if trains_another(optimizer, self._forwards[0].step.model, self._reached):
+                raise no_probe(ANOTHER_IS_TRAINED)
             n_routed = sum(len(group) > 1 for group in session.order.groups)
             self.measure(session, optimizer, n_routed, session.order.planner.all_groups(session.order.n_visited))
 

@@ -15,6 +15,8 @@ from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
 from .settings import attributes_of, modules_of, put_attributes, put_settings, settings_of
 
+ANOTHER_IS_TRAINED = "the training forward trains another network as well, which another optimizer steps"
+
 
 @dataclass(eq=False)
 class KeptForward:
@@ -130,6 +132,16 @@ def is_of(optimizer, model):
     """Whether `optimizer` steps weights of `model`, and not another network's."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return not held.isdisjoint(engine_of(model).parameters())
+
+
+def trains_another(optimizer, model, weights):
+    """Whether some of `weights`, which a loss of the training forward reaches, are neither `model`'s nor stepped by `optimizer`.
+
+    Their gradients may be on their way through an engine of their own, and whoever steps them may have done so by now.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    others = {weight for weight in weights if isinstance(weight, torch.nn.Parameter)} - held
+    return not others.issubset(engine_of(model).parameters())
 
 
 def random_state():

@@ -18,7 +18,16 @@ from ..loop.watcher import Watcher
 from ..loop.weights import leaves, weights_reached
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, nothing_changed
+from .replay import (
+    ANOTHER_IS_TRAINED,
+    KeptForward,
+    backward_as_trained,
+    compare,
+    is_low,
+    is_of,
+    nothing_changed,
+    trains_another,
+)
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
 REPEATED = 0.01  # of these: what a forward that is run again may differ
@@ -108,6 +117,8 @@ class SelfCheck(Watcher):
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
         self._has_asked = True
+        if self._interval is not None and trains_another(optimizer, self._model, self._parameters):
+            self._why_not = ANOTHER_IS_TRAINED
         # Every rank asks, also one that has left out all its samples.
         is_ready = self._interval is not None and self._interval.after.is_done
         ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)

@@ -27,6 +27,14 @@ class Breakable(Plain):
         return self.net(x)
 
 
+class WithConditioner(Plain):
+    """Which the loop may call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conditioner = [torch.nn.Linear(1, 2)]  # no module of it
+
+
 class Experts(torch.nn.Module):
     """Two networks; `picks(t)` says which one the forward at t in [0, 1] goes through. It changes with step 7 of 16."""
 

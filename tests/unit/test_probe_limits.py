@@ -5,7 +5,7 @@ import json
 import models
 import pytest
 import torch
-from test_weights import SWITCHED_BY_LOOP
+from test_weights import CONDITIONED, SWITCHED_BY_LOOP
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.method.folding import weighted_sum
@@ -65,6 +65,16 @@ def test_a_probe_that_no_optimizer_step_comes_to_says_so(probed, capsys):
 def test_an_optimizer_that_steps_in_gradient_hooks_is_refused(probed):
     with pytest.raises(JaggError, match="the probe can't run: hooks run at each gradient"):
         probed(frac=0, probe_every=1, in_backward=True)
+
+
+@pytest.mark.parametrize("settings", [{"frac": 0}, {"frac": 1}])
+def test_another_network_that_another_optimizer_steps_is_refused(load_loop, settings):
+    module, model = load_loop("train_grpo_flux", *CONDITIONED), models.WithConditioner()
+    install(vars(module), config=JaggConfig(probe_every=1, self_check=False, **settings))
+    with pytest.raises(JaggError, match="the probe can't run: the training forward trains another network as well"):
+        module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.0))
+    both = torch.optim.SGD([*model.parameters(), *model.conditioner[0].parameters()], lr=0.0)
+    module.train_one_step(module.make_args(), model, both)
 
 
 @pytest.mark.usefixtures("without_contract")

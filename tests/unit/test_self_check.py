@@ -5,6 +5,7 @@ from functools import partial
 import models
 import pytest
 import torch
+from test_weights import CONDITIONED
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
@@ -358,6 +359,24 @@ def test_weights_that_the_outputs_do_not_reach_are_no_part_of_it(trains, verdict
     value = "loss.backward()", "(loss + (model.head(latents[i, step]) - advantages[i]).square().mean()).backward()"
     assert_close(trains(WithHead, value, schedule="joint", group_size=2), trains(WithHead, value), rtol=1e-5, atol=1e-6)
     assert said(capsys) == [] and len(verdicts) == 1
+
+
+@pytest.mark.parametrize("is_another_s", [True, False])
+def test_another_network_that_another_optimizer_steps_leaves_the_group_unchecked(trains, verdicts, capsys, is_another_s):
+    """It may have stepped by now, and its gradients may be in an engine of its own."""
+
+    class Model(models.WithConditioner):
+        def parameters(self, recurse=True):
+            yield from super().parameters(recurse)
+            if not is_another_s:
+                yield from self.conditioner[0].parameters()
+
+    trains(Model, CONDITIONED, schedule="joint")
+    assert len(verdicts) == (not is_another_s)
+    assert [line.partition(": ")[2] for line in said(capsys)] == (
+        ["no self-check of a group: the training forward trains another network as well, which another optimizer steps"]
+        * is_another_s
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

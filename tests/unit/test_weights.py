@@ -218,9 +218,11 @@ def test_torch_s_own_backward_is_back_when_a_group_is_over(load_loop):
     assert seen == ([False] * 9 + [True] * 6) * 2
 
 
-CONDITIONER = (
+CONDITIONED = (
     "    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))",
     "    return model(torch.cat([latents + model.conditioner[0](timesteps[:, None] / 1000), timesteps[:, None] / 1000], 1))",
+)
+FAILS = (
     "            ratio = torch.exp(new_log_probs",
     "            if (i, j) == args.fails_at: raise MemoryError\n            ratio = torch.exp(new_log_probs",
 )
@@ -230,8 +232,7 @@ CONDITIONER = (
 @pytest.mark.parametrize(("fails_at", "self_check"), [((0, 14), True), ((1, 3), True), ((1, 9), True), ((1, 9), False)])
 def test_half_a_group_is_left_in_no_weight_that_it_reached(load_loop, schedule, fails_at, self_check):
     """Nor in one that is trained with the model but isn't in it; a failure in joint, where nothing has come yet, leaves all."""
-    module, model = load_loop("train_grpo_flux", *CONDITIONER), models.Plain()
-    model.conditioner = [torch.nn.Linear(1, 2)]  # no module of it
+    module, model = load_loop("train_grpo_flux", *CONDITIONED, *FAILS), models.WithConditioner()
     weights = [*model.parameters(), *model.conditioner[0].parameters()]
     install(vars(module), config=JaggConfig(frac=1, group_size=5, schedule=schedule, self_check=self_check))
     torch.manual_seed(1)

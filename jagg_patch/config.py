@@ -9,6 +9,7 @@ from .errors import JaggError
 ENV_PREFIX = "JAGG_"
 FLAG_PREFIX = "jagg_"
 AUTO = "auto"
+KNOTS, GROUPS = ("knots", "knots_at"), ("group_size", "frac", "cuts")  # two ways of saying which steps get a backward pass
 
 
 def _one_of(*choices):
@@ -33,6 +34,11 @@ def _number_or_auto(value):
 
 def _fraction(value):
     if value != AUTO and not (math.isfinite(value) and 0 <= value <= 1):
+        raise ValueError
+
+
+def _cosine(value):
+    if not 0 < value < 1:
         raise ValueError
 
 
@@ -62,6 +68,20 @@ def _after_the_first(positions):
         raise ValueError
 
 
+def _number_of_knots(value):
+    return value if value in ("", AUTO) else _whole(value)
+
+
+def _at_least_two(n_knots):
+    if n_knots not in ("", AUTO) and n_knots < 2:
+        raise ValueError
+
+
+def _from_zero(positions):
+    if positions and (positions[0] != 0 or len(positions) < 2):
+        raise ValueError
+
+
 def _setting(default, convert, rule, help):
     check, accepts = rule
     return field(default=default, metadata=dict(convert=convert, check=check, accepts=accepts, help=help))
@@ -87,6 +107,24 @@ class JaggConfig:
         _positions,
         (_after_the_first, "whole numbers of at least 1, with commas between"),
         "visited steps, counted from 0, at which a new group begins: where the trainer goes on to other weights",
+    )
+    knots: int | str = _setting(
+        "",
+        _number_of_knots,
+        (_at_least_two, "a whole number of at least 2, or auto"),
+        "in place of groups: how many visited steps of a sample have a backward pass of their own; auto follows the probe",
+    )
+    knots_at: tuple = _setting(
+        (),
+        _positions,
+        (_from_zero, "whole numbers with commas between, 0 and the last visited step among them"),
+        "in place of groups: which visited steps have a backward pass of their own",
+    )
+    knots_cosine: float = _setting(
+        0.98,
+        float,
+        (_cosine, "a number from 0 to 1, without these"),
+        "what knots=auto keeps: the least cosine of an update's gradient to the exact one",
     )
     schedule: str = _setting(
         "auto",
@@ -127,6 +165,29 @@ class JaggConfig:
         for setting in fields(self):
             value = convert(setting, getattr(self, setting.name), setting.name)
             object.__setattr__(self, setting.name, value)
+        self._require_one_plan(setting.name for setting in fields(self) if getattr(self, setting.name) != setting.default)
+
+    @property
+    def is_auto(self):
+        """Whether the plan follows the probe."""
+        return AUTO in (self.frac, self.knots)
+
+    @property
+    def has_knots(self):
+        """Whether knots are asked for, by number or by name, in place of groups."""
+        return bool(self.knots or self.knots_at)
+
+    @staticmethod
+    def _require_one_plan(given):
+        """Raise `JaggError` if of the settings that are `given` some ask for groups and some for knots, or for these twice."""
+        given = set(given)
+        knots, groups = [[name for name in names if name in given] for names in (KNOTS, GROUPS)]
+        if len(knots) > 1 or (knots and groups):
+            names = [ENV_PREFIX + name.upper() for name in knots + groups]
+            raise JaggError(
+                f"{' and '.join(names)} are set together, and each says which steps get a backward pass\n"
+                "set JAGG_KNOTS or JAGG_KNOTS_AT alone, or the published groups (JAGG_GROUP_SIZE, JAGG_FRAC, JAGG_CUTS)"
+            )
 
     @classmethod
     def from_env(cls, environ=os.environ, **defaults):
@@ -140,8 +201,12 @@ class JaggConfig:
             raise JaggError(
                 f"unknown setting in the environment: {', '.join(unknown)}\nvalid are {', '.join(names)}: unset or rename it"
             )
-        given = {name: environ[name] for name in names if name in environ}
-        return cls(**(defaults | {names[name].name: convert(names[name], value, name) for name, value in given.items()}))
+        given = {names[name].name: convert(names[name], environ[name], name) for name in names if name in environ}
+        chosen = [name for name, value in given.items() if value not in ("", ())]
+        cls._require_one_plan(chosen)
+        if set(KNOTS).intersection(chosen):
+            defaults = {name: value for name, value in defaults.items() if name not in GROUPS}
+        return cls(**(defaults | given))
 
     def with_flags(self, args):
         """These settings, overridden by the `jagg_*` attributes of the parsed `args` that aren't None."""

@@ -11,6 +11,7 @@ from ..engines import engine_of
 from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
 from ..loop.weights import leaves
+from ..method.plan import passes
 from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
 from .settings import attributes_of, modules_of, put_attributes, put_settings, settings_of
@@ -95,21 +96,26 @@ class KeptForward:
         return self.was(output, same)
 
 
-def backward_as_trained(session, forwards, folded, aside):
-    """Run a group as training does, with the gradients `folded` at its two knots. Whether every forward `was` the same."""
-    first, *between, last = forwards
-    engine = engine_of(first.step.model)
-    outputs = [first.run(session)]
-    known = first.was(outputs[0])
-    with torch.no_grad():
-        known &= all([forward.was(forward.run(session)) for forward in between])
-    aside.also(leaves(outputs, engine))
-    if session.schedule.name != "joint":
-        torch.autograd.backward(outputs.pop(), folded[0])
-    outputs.append(last.run(session))
-    known &= last.was(outputs[-1])
-    aside.also(leaves(outputs, engine))
-    torch.autograd.backward(outputs, folded[-len(outputs) :])
+def backward_as_trained(session, forwards, plan, folded, aside):
+    """Run a group as training does, with the gradients `folded` at its knots. Whether every forward `was` the same.
+
+    `plan` is its `Group`, `forwards` are those of its steps.
+    """
+    engine = engine_of(forwards[0].step.model)
+    gradients = dict(zip(plan.knots, folded, strict=True))
+    ready = passes(plan, session.schedule.name == "joint")
+    outputs, known = {}, True
+    for position, forward in zip(plan, forwards, strict=True):
+        with torch.set_grad_enabled(position in gradients):
+            output = forward.run(session)
+        known &= forward.was(output)
+        if position in gradients:
+            outputs[position] = output
+            aside.also(leaves([output], engine))
+        del output
+        if position in ready:
+            knots = ready[position]
+            torch.autograd.backward([outputs.pop(knot) for knot in knots], [gradients[knot] for knot in knots])
     return known
 
 

@@ -11,7 +11,7 @@ from .. import __version__
 from ..config import JaggConfig
 from ..errors import JaggError
 from ..method.cost import StepCost, training_step_cost, update_cost
-from ..method.plan import plan_groups
+from ..method.plan import Group, plan_groups
 
 SAME = ("trainer", "aggregation", "trajectory", "visited", "sampled_steps", "step_cost")  # in all records of a report
 FEW = 3  # probes: nothing is recommended on fewer, unless there are no more
@@ -109,7 +109,7 @@ def choices(found, record, threshold, forwards=None):
     visited, sampled, cost = record["visited"], record["sampled_steps"], StepCost(**record["step_cost"])
     options = []
     for entry, values in found:
-        groups = [range(start, start + steps) for start, steps in entry["groups"]]
+        groups = [Group((start, start + steps - 1)) for start, steps in entry["groups"]]
         for n in range(1, len(groups) + 1):
             if not values[n - 1] or fmean(values[n - 1]) < threshold:
                 break

@@ -13,7 +13,7 @@ import torch
 from ..engines import engine_of
 from ..engines.gradients import gradients_of
 from ..errors import JaggError
-from ..loop.between import Compared
+from ..loop.between import compares
 from ..loop.watcher import Watcher
 from ..loop.weights import leaves, weights_reached
 from ..ranks import gathered
@@ -48,7 +48,7 @@ class SelfCheck(Watcher):
         self._drop()
 
     def _drop(self):
-        self._interval = self._own = None
+        self._group = self._own = None
         self._forwards = []
         self._folded = {}
         self._losses_go_through = False  # the model's outputs, and reach weights no other way
@@ -63,13 +63,12 @@ class SelfCheck(Watcher):
         if self._is_on and session.order.groups and self._why_not is None:
             self._why_not = engine_of(step.model).no_replay  # the same on every rank, also one that leaves out a whole sample
 
-    def interval_begins(self, session, visit):
-        is_compared = isinstance(session.interval.outputs, Compared)  # whose forwards all run, though some are to be skipped
+    def group_begins(self, session, visit):
         is_over = not self._is_on or self._why_not is not None or way_now(session) in self._checked
-        if is_over or self._interval is not None or is_compared:
+        if is_over or self._group is not None or compares(session, session.group):
             return
-        self._interval, self._where, self._way = session.interval, visit.where, way_now(session)
-        self._parameters = session.interval.engine.parameters()
+        self._group, self._where, self._way = session.group, visit.where, way_now(session)
+        self._parameters = session.group.engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._forwards.append(KeptForward.of(visit))
 
@@ -78,28 +77,28 @@ class SelfCheck(Watcher):
             self._forwards.append(KeptForward.of(visit))
 
     def _is_ours(self, session):
-        return self._interval is not None and session.interval is self._interval
+        return self._group is not None and session.group is self._group
 
     def model_output(self, session, visit, output):
         if self._is_ours(session) and visit.place.is_knot:
-            self._parameters = list(dict.fromkeys(self._parameters + leaves([output], session.interval.engine)))
+            self._parameters = list(dict.fromkeys(self._parameters + leaves([output], session.group.engine)))
 
     def proxy_given(self, session, visit, value):
         if self._is_ours(session):
             self._forwards[-1].output = value.detach().clone()
 
-    def gradient_comes(self, session, interval, place, ready):
-        if interval is self._interval:
+    def gradient_comes(self, session, group, place, ready):
+        if group is self._group:
             goes_through = session.beside.is_reached is False
-            self._losses_go_through = goes_through and (place.opens or self._losses_go_through)
+            self._losses_go_through = goes_through and (place.is_first or self._losses_go_through)
 
-    def passes_begin(self, session, interval, knots, gradients):
-        if interval is self._interval:
+    def passes_begin(self, session, group, knots, gradients):
+        if group is self._group:
             self._folded |= {knot: gradient.clone() for knot, gradient in zip(knots, gradients, strict=True)}
 
-    def interval_ends(self, session, interval):
+    def group_ends(self, session, group):
         is_own = self._losses_go_through and not self._had_gradients
-        if interval is self._interval and is_own and interval.engine.leaves_whole_gradients():
+        if group is self._group and is_own and group.engine.leaves_whole_gradients():
             # The engine's own callbacks are still to come, and with them its reduction.
             torch.autograd.Variable._execution_engine.queue_callback(self._keep_gradient)
 
@@ -117,10 +116,10 @@ class SelfCheck(Watcher):
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
         self._has_asked = True
-        if self._interval is not None and trains_another(optimizer, self._model, self._parameters):
+        if self._group is not None and trains_another(optimizer, self._model, self._parameters):
             self._why_not = ANOTHER_IS_TRAINED
         # Every rank asks, also one that has left out all its samples.
-        is_ready = self._interval is not None and self._interval.after.is_done
+        is_ready = self._group is not None and all(knot.is_done for knot in self._group.knots.values())
         ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)
         why_not = next(filter(None, reasons), None)
         if why_not is not None:
@@ -132,13 +131,13 @@ class SelfCheck(Watcher):
         self._drop()
 
     def update_ends(self, session):
-        if self._interval is not None and not self._has_asked and not self._has_said:
+        if self._group is not None and not self._has_asked and not self._has_said:
             self._say("JAGG: no self-check of a group so far: no torch optimizer that holds the model's own weights has stepped")
             self._has_said = True
 
     def _measure(self, session, optimizer, has_own):
         """Compare; all ranks at once."""
-        folded = [self._folded[knot] for knot in (self._interval.before, self._interval.after)]
+        folded = [self._folded[knot] for knot in self._group.knots.values()]
         self.is_measuring = True
         try:
             with nothing_changed(self._forwards, optimizer) as aside:
@@ -166,12 +165,14 @@ class SelfCheck(Watcher):
 
         What may fail is between the exchanges: a rank that fails says so in the next, and no rank waits for it.
         """
-        first, *between, last = self._forwards
+        plan = self._group.plan
+        knots = [self._forwards[self._group.index(position)] for position in plan.knots]
+        between = [forward for forward in self._forwards if forward not in knots]
         parts, weights = [], []
 
         def run_at_once():
-            low, is_same = self._interval.engine.rounds_gradients, True
-            for forward, gradient in ((first, folded[0]), (last, folded[1])):
+            low, is_same = self._group.engine.rounds_gradients, True
+            for forward, gradient in zip(knots, folded, strict=True):
                 output = forward.run(session)
                 weights.append(weights_reached(output))
                 low |= is_low(output)
@@ -181,7 +182,7 @@ class SelfCheck(Watcher):
             return apart, sum(compare(part, part)[2] for part in parts), low, is_same
 
         def run_as_trained():
-            backward_as_trained(session, self._forwards, folded, aside)
+            backward_as_trained(session, self._forwards, plan, folded, aside)
             return distance(aside.take("cpu"), parts)
 
         aparts, sizes, lows, same = zip(*_exchanged(run_at_once), strict=True)
@@ -272,14 +273,16 @@ def relative(squared_distance, squared_size):
 
 
 def distance(whole, parts):
-    """Squared, between the gradient `whole` and the sum of two `parts`, over the weights that these have."""
-    one, other = parts
-    rest = {}
-    for parameter in one | other:
-        like = one.get(parameter, other.get(parameter))
+    """Squared, between the gradient `whole` and the sum of `parts`, over the weights that these have."""
+    *rest, last = parts
+    missing = {}
+    for parameter in {parameter: None for part in parts for parameter in part}:
+        like = next(part[parameter] for part in parts if parameter in part)
         value = whole.get(parameter, torch.zeros_like(like)).float()
-        rest[parameter] = value - one[parameter].float() if parameter in one else value
-    return compare(rest, other)[3]
+        for part in rest:
+            value = value - part[parameter].float() if parameter in part else value
+        missing[parameter] = value
+    return compare(missing, last)[3]
 
 
 def way_now(session):

@@ -35,7 +35,7 @@ class Beside(Watcher):
     def step_begins(self, session, visit):
         self._begin(visit)
 
-    def interval_begins(self, session, visit):
+    def group_begins(self, session, visit):
         begun = self._begun
         self.forget(session)
         self._begun = begun
@@ -69,18 +69,18 @@ class Beside(Watcher):
     def step_returns(self, session, visit):
         self._end(visit)
 
-    def gradient_comes(self, session, interval, place, ready):
-        if interval is not session.interval or self._roots is None:
+    def gradient_comes(self, session, group, place, ready):
+        if group is not session.group or self._roots is None:
             self.is_reached = None
             return
         nodes = list(nodes_from(self._roots))
         self.is_reached = any(map(is_weight, nodes))
-        if self.is_reached and len(interval.positions) > 2:  # two are exact, if each graph is whole
+        if self.is_reached and not group.is_exact:  # else it is exact, if each graph is whole
             of_forwards = [node for node in nodes if any(first < node._sequence_nr() < last for first, last in self._spans)]
             if any(map(is_weight, nodes_from(of_forwards))):
-                raise reached_beside(interval.where)
+                raise reached_beside(group.where)
 
-    def interval_ends(self, session, interval):
+    def group_ends(self, session, group):
         self.forget(session)
 
 

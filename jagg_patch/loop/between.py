@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import JaggError
 from ..method.folding import estimated_output
-from ..method.plan import ENDPOINTS_FIRST, LOOK_AHEAD
+from ..method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, alphas, are_together
 from .guards import require_one_solver_call
 
 
@@ -22,15 +22,12 @@ class Forwards:
     has_last = False  # whether the forward of the knot after has been run
 
     def is_at(self, visit):
-        """Whether `visit` is of the sample that the interval began with, as far as can be told."""
+        """Whether `visit` is of the sample that the group began with, as far as can be told."""
         return True
 
     def run(self, session, visit):
         """The training forward of `visit`, or what there is in its place; returns what it returns."""
         return visit.forward()
-
-    def model_returned(self, output):
-        """The model has given `output` in the forward of the knot before."""
 
     def begin(self, session, visit):
         """The knot before has been run, in `visit`."""
@@ -40,18 +37,24 @@ class Forwards:
         return output
 
     def end(self, session):
-        """All steps of the interval have been visited."""
+        """All steps up to the knot after have been visited."""
 
 
 class _Recorded(Forwards):
-    """`entries` are those of the interval's steps in the rollout's records, `[W][B]`, None for a step that isn't there."""
+    """`gap` is the range of positions from the knot before to the knot after.
 
-    def __init__(self, interval, skipping, entries):
-        self._interval, self._skipping, self._entries = interval, skipping, entries
+    `entries` are those of its steps in the rollout's records, `[W][B]`, None for a step that isn't there.
+    """
+
+    def __init__(self, group, gap, skipping, entries):
+        self._group, self._gap, self._skipping, self._entries = group, gap, skipping, entries
+
+    def _index(self, place):
+        return place.position - self._gap[0]
 
     def _recorded(self, place):
         """What the rollout's model gave at `place`, `[n * B, ...]`; None where there is nothing."""
-        entries = self._entries[self._interval.index(place)]
+        entries = self._entries[self._index(place)]
         return entries and self._skipping.records.outputs(entries)
 
 
@@ -60,13 +63,20 @@ class Compared(_Recorded):
 
     _device = None
 
+    def begin(self, session, visit):
+        if visit.place.closes:  # else it has gone through `output`
+            self._compare(visit.place, self._group.knots[visit.place.position].output)
+
     def output(self, session, visit, output):
-        self._device = output.device
-        self._skipping.compare(self._recorded(visit.place), output)
+        self._compare(visit.place, output)
         return output
 
+    def _compare(self, place, output):
+        self._device = output.device
+        self._skipping.compare(self._recorded(place), output)
+
     def end(self, session):
-        self._skipping.was_compared(self._interval.positions, self._device)
+        self._skipping.was_compared(self._gap, self._device)
 
 
 class LookAhead(_Recorded):
@@ -75,9 +85,9 @@ class LookAhead(_Recorded):
     n_forwards = LOOK_AHEAD
     keeps_graph = False
 
-    def __init__(self, interval, skipping, entries):
-        super().__init__(interval, skipping, entries)
-        self.stand_in = StandIn(interval.engine.model)
+    def __init__(self, group, gap, skipping, entries):
+        super().__init__(group, gap, skipping, entries)
+        self._alphas = alphas(group.timesteps_of(gap))
         self._changes = None  # of the knots' outputs since the rollout; until they are known, forwards are run
         self._last = None  # the output of the knot after, with its graph
 
@@ -85,48 +95,43 @@ class LookAhead(_Recorded):
     def has_last(self):
         return self._last is not None
 
-    def _skips(self, place):
-        return self.has_last if place.is_knot else self._changes is not None
+    def _skips(self, position):
+        return self.has_last if position == self._gap[-1] else self._changes is not None
 
     def is_at(self, visit):
-        entries = self._entries[self._interval.index(visit.place)]
-        return self._changes is None or visit.place.opens or self._skipping.records.are_at(entries, visit.step.latents)
+        entries = self._entries[self._index(visit.place)]
+        return self._changes is None or self._skipping.records.are_at(entries, visit.step.latents)
 
     def run(self, session, visit):
-        if visit.place.opens:
-            with watched(visit.step.model, self.model_returned):
-                return visit.forward()
-        if not self._skips(visit.place):
+        if not self._skips(visit.place.position):
             return visit.forward()
         session.tell("forwards_skipped", 1)
-        result = visit.forward(model=self.stand_in)
-        if not self.stand_in.is_called:
+        stand_in = self._group.stand_in
+        result = visit.forward(model=stand_in)
+        if not stand_in.is_called:
             raise JaggError(
-                f"{self._interval.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
+                f"{self._group.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
                 "its forwards can't be skipped: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
             )
         return result
 
-    def model_returned(self, output):
-        self.stand_in.returned(output)
-
     def output(self, session, visit, output):
         place = visit.place
-        if place.opens or not self._skips(place):
+        if not self._skips(place.position):
             return output
-        if place.closes:
+        if place.position == self._gap[-1]:
             return self._last
-        first = self._interval.before.output
-        alpha = self._interval.alphas[self._interval.index(place)]
+        first = self._group.knots[self._gap[0]].output
+        alpha = self._alphas[self._index(place)]
         return estimated_output(self._recorded(place).to(first.device), alpha, *self._changes).to(first.dtype)
 
     def begin(self, session, visit):
         """Look at the knot after, so that what lies between can be estimated, if all ranks can."""
-        interval, skipping = self._interval, self._skipping
+        skipping = self._skipping
         first, last = [entries and skipping.records.outputs(entries) for entries in (self._entries[0], self._entries[-1])]
-        output = interval.before.output
+        output = self._group.knots[self._gap[0]].output
         skipping.compare(None if last is None else first, output)
-        if not self.stand_in.is_ready:
+        if not self._group.stand_in.is_ready:
             skipping.doubts("the training forward doesn't call the model that it is given")
         if not skipping.is_agreed(output.device):
             return
@@ -142,7 +147,7 @@ class LookAhead(_Recorded):
 
     def _run_last(self, session, visit, latents):
         """The model output of the knot after, whose `latents` the rollout has recorded."""
-        changed = visit.step.at(session.order.expected(len(visit.indices), self._interval.positions[-1]), latents)
+        changed = visit.step.at(session.order.expected(len(visit.indices), self._gap[-1]), latents)
         torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
         try:
             with session.capturing() as outputs, torch.set_grad_enabled(self.keeps_graph):
@@ -160,31 +165,34 @@ class EndpointsFirst(LookAhead):
     keeps_graph = True
 
 
-def outputs_between(session, visit, interval):
-    """How the steps between the knots of `interval`, which begins with `visit`, get their outputs.
+def outputs_between(session, visit, group, gap):
+    """How the steps from the knot that `visit` is at to the next, the last of `gap`, get their outputs."""
+    kind = _kind(session, group, gap)
+    return kind() if kind is Forwards else kind(group, gap, session.skipping, _entries(session, visit, gap))
 
-    Decided by its size, its place and the engine alone, so that all ranks decide alike.
-    """
-    skipping, positions, engine = session.skipping, interval.positions, interval.engine
+
+def compares(session, group):
+    """Whether some of the `group`'s forwards run to be compared that are to be skipped later."""
+    return any(_kind(session, group, gap) is Compared for gap in group.plan.gaps)
+
+
+def _kind(session, group, gap):
+    """Decided by the gap's size, its place and the engine alone, so that all ranks decide alike."""
+    skipping, engine = session.skipping, group.engine
     # The micro-step that syncs has to run a forward, and a sample's last one may be it.
-    is_free = (
-        engine.syncs_gradients() or positions[-1] + 1 < session.order.n_visited or not engine.prepares_sync_in_forward
-    )
-    kind = EndpointsFirst if interval.way.holds_two_graphs and is_free else LookAhead
-    if not skipping.is_on or len(positions) <= kind.n_forwards:
-        return Forwards()
-    entries = _entries(session, visit, positions)
-    if skipping.must_compare(positions):
-        return Compared(interval, skipping, entries)
-    return kind(interval, skipping, entries)
+    is_free = engine.syncs_gradients() or gap[-1] + 1 < session.order.n_visited or not engine.prepares_sync_in_forward
+    kind = EndpointsFirst if group.way.holds_two_graphs and are_together(gap, group.ready) and is_free else LookAhead
+    if not skipping.is_on or len(gap) <= kind.n_forwards:
+        return Forwards
+    return Compared if skipping.must_compare(gap) else kind
 
 
-def _entries(session, visit, positions):
-    """Where the rollout's records have the interval's steps: of each, the `Entry` of every row of the batch, or None."""
+def _entries(session, visit, gap):
+    """Where the rollout's records have the gap's steps: of each, the `Entry` of every row of the batch, or None."""
     step, n_samples = visit.step, len(visit.indices)
     first = session.skipping.records.find(step.latents, step.next_latents, visit.sample)
     found = []
-    for position in positions:
+    for position in gap:
         expected = session.order.expected(n_samples, position)
         moves = [index - start for index, start in zip(expected, visit.indices, strict=True)]
         rows = moves * (len(step.latents) // len(moves))  # one index may be that of the whole batch

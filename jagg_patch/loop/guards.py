@@ -49,19 +49,19 @@ class Guards(Watcher):
         require_last_sample_visited(session.order, "the training step ended")
 
     def training_step_fails(self, session, error):
-        interval = session.interval
-        if interval is not None and interval.before.has_begun:
+        group = session.group
+        if group is not None and group.has_begun:
             # A part of the group has reached the weights. Some trainers zero gradients after an optimizer step only.
             for weight in session.weights.others:
                 weight.grad = None
-            if not interval.engine.drop_gradients():
-                self._spoilt_at = interval.where
-        if interval is not None and any(words in str(error) for words in BESIDE):
-            raise reached_beside(interval.where) from error
-        if interval is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
-            remedy = "pass broadcast_buffers=False to DDP" if interval.engine.broadcasts_buffers else "let it keep a copy"
+            if not group.engine.drop_gradients():
+                self._spoilt_at = group.where
+        if group is not None and any(words in str(error) for words in BESIDE):
+            raise reached_beside(group.where) from error
+        if group is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
+            remedy = "pass broadcast_buffers=False to DDP" if group.engine.broadcasts_buffers else "let it keep a copy"
             raise JaggError(
-                f"{interval.where}: a later forward has changed what the backward of an endpoint of the group reads (a buffer?)\n"
+                f"{group.where}: a later forward has changed what the backward of an endpoint of the group reads (a buffer?)\n"
                 f"{remedy}, or run with JAGG_ENABLED=0; torch's own message is above"
             ) from error
 
@@ -72,7 +72,7 @@ class Guards(Watcher):
         self._failed_at = self._failed_at or where
 
     def plan_comes(self, session):
-        require_closed(session.interval, "a new rollout ended")
+        require_closed(session.group, "a new rollout ended")
         require_last_sample_visited(session.order, "a new rollout ended")
 
     def optimizer_steps(self, session, optimizer):
@@ -80,7 +80,7 @@ class Guards(Watcher):
 
     def _require_whole(self, session, event):
         self._require_no_failure(event)
-        require_closed(session.interval, event)
+        require_closed(session.group, event)
 
     def _require_no_failure(self, event):
         if self._failed_at is not None:
@@ -102,49 +102,48 @@ class Guards(Watcher):
                 f"nothing was trained on this step: {OFF_AND_REPORT}"
             )
         if visit.place.before is None:
-            require_closed(session.interval, f"{visit.where} came")
+            require_closed(session.group, f"{visit.where} came")
         else:
-            self._require_continued(session.interval, visit)
+            self._require_continued(session.group, visit)
 
-    def interval_begins(self, session, visit):
+    def group_begins(self, session, visit):
         require_eager_backward()
-        self._syncs = session.interval.engine.syncs_gradients()
-        self._require_scheduled(session.interval, visit)
-        require_trajectory_order(session.interval)
+        self._syncs = session.group.engine.syncs_gradients()
+        self._require_scheduled(session.group, visit)
+        require_trajectory_order(session.group)
 
-    def _require_continued(self, interval, visit):
+    def _require_continued(self, group, visit):
         """A group's step after its first: everything that can be checked before its forward is paid for."""
         where, place = visit.where, visit.place
-        if visit.step.model is not interval.engine.model and len(interval.positions) > 2:
+        if visit.step.model is not group.engine.model and not group.is_exact:
             raise JaggError(
                 f"{where}: it is another model's than the group's first, which would get its share of the gradient\n"
                 f"{OFF_AND_REPORT}"
             )
-        require_gradient(interval, place.position - 1)
-        syncs = interval.engine.syncs_gradients()
+        require_gradient(group, place.position - 1)
+        syncs = group.engine.syncs_gradients()
         # A window may close at the last step, if the forward that prepares for it is yet to come.
-        may_begin_to_sync = place.closes and not interval.outputs.has_last
+        may_begin_to_sync = place.is_last and not group.outputs.has_last
         if syncs != self._syncs and not (syncs and may_begin_to_sync):
             raise JaggError(
                 f"{where}: whether gradients are synced between the ranks changed inside a group\n"
                 "the ranks would drift apart: sync after whole samples only, or run with JAGG_ENABLED=0"
             )
-        self._require_scheduled(interval, visit)
-        if not interval.outputs.is_at(visit):
+        self._require_scheduled(group, visit)
+        if not group.outputs.is_at(visit):
             raise JaggError(
                 f"{where}: the sample isn't the one that the group began with, by the rollout's records\n"
                 "its model outputs can't be estimated: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
             )
-        if place.closes and interval.before.has_begun and not interval.before.is_done:
+        if any(knot.has_begun and not knot.is_done for knot in group.knots.values()):
             raise JaggError(
-                f"{interval.where}: the backward pass of the group's first endpoint, in that of the step before {where}, "
-                "failed\n"
+                f"{group.where}: the backward pass of an endpoint of the group, in that of the step before {where}, failed\n"
                 "its gradient is incomplete: let the exception end the training step, or run with JAGG_ENABLED=0"
             )
 
     @staticmethod
-    def _require_scheduled(interval, visit):
-        expected, timesteps = interval.timesteps[interval.index(visit.place)], visit.timesteps
+    def _require_scheduled(group, visit):
+        expected, timesteps = group.timesteps[group.index(visit.place.position)], visit.timesteps
         if not torch.equal(expected, timesteps):
             raise JaggError(
                 f"{visit.where}: the model is fed timesteps {timesteps.tolist()}, its schedule says {expected.tolist()}\n"
@@ -154,7 +153,7 @@ class Guards(Watcher):
     def model_output(self, session, visit, output):
         if visit.place.is_knot and not output.requires_grad:
             raise JaggError(
-                f"{session.interval.where}: the model output of an endpoint has no graph, so no gradient could reach the "
+                f"{session.group.where}: the model output of an endpoint has no graph, so no gradient could reach the "
                 "weights\n"
                 "is the model frozen, or the forward under no_grad? Unfreeze it or run with JAGG_ENABLED=0"
             )
@@ -165,10 +164,10 @@ class Guards(Watcher):
             return
         require_one_solver_call(visit.where, visit.n_solver_calls)
         tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-        if visit.place.opens:
+        if visit.place.is_first:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            if len(session.interval.positions) > 2 and any(map(is_weight, graph_nodes(tensors))):
+            if not session.group.is_exact and any(map(is_weight, graph_nodes(tensors))):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"
@@ -204,30 +203,30 @@ def require_eager_backward():
         )
 
 
-def require_trajectory_order(interval):
+def require_trajectory_order(group):
     """Timesteps that go up and down are those of a loop that has put a sample's steps into another order."""
-    moves = interval.timesteps.diff(dim=0)
+    moves = group.timesteps.diff(dim=0)
     if not ((moves >= 0).all(dim=0) | (moves <= 0).all(dim=0)).all():
         raise JaggError(
-            f"{interval.where}: the timesteps of the group aren't in the order of a trajectory: {interval.timesteps.tolist()}\n"
+            f"{group.where}: the timesteps of the group aren't in the order of a trajectory: {group.timesteps.tolist()}\n"
             "does the loop shuffle the steps of a sample in time? Leave them in the rollout's order, or run with JAGG_ENABLED=0"
         )
 
 
-def require_gradient(interval, position):
+def require_gradient(group, position):
     """The loss of a group's step at `position` must have had its backward, which brings s_p."""
-    if interval.received != position:
+    if group.received != position:
         raise JaggError(
-            f"{interval.where}: no gradient arrived for step {position - interval.positions[0]} of the group before the "
+            f"{group.where}: no gradient arrived for step {position - group.positions[0]} of the group before the "
             "group went on\n"
             "every step's loss needs its own .backward() in the loop, right after the step: run with JAGG_ENABLED=0"
         )
 
 
-def require_closed(interval, event):
-    if interval is not None:
+def require_closed(group, event):
+    if group is not None:
         raise JaggError(
-            f"{event} while the group that began at {interval.where} was still open: its gradient is incomplete\n"
+            f"{event} while the group that began at {group.where} was still open: its gradient is incomplete\n"
             "does the loop end early, or step the optimizer inside a sample? Run with JAGG_ENABLED=0"
         )
 

@@ -1,15 +1,16 @@
 """Knots, and when their backward passes run: one class for each way.
 
-The steps from one knot to the next are an `Interval`. Each step's loss leaves its upstream gradient s_p `[B, ...]`, which is
-split onto the two knots as it comes: `(1 - α_p) s_p` to the one before, `α_p s_p` to the one after. A knot's own goes to itself.
+An `OpenGroup` is a group while the loop is among its steps. Each step's loss leaves its upstream gradient s_p `[B, ...]`, which
+is split as it comes onto the knots around it: `(1 - α_p) s_p` to the one before, `α_p s_p` to the one after. A knot's own goes
+to itself.
 """
 
 from functools import partial
 
 import torch
 
-from ..method.folding import add_weighted, endpoint_weights, zeros_to_sum
-from ..method.plan import alphas
+from ..method.folding import add_weighted, shares, zeros_to_sum
+from ..method.plan import passes
 from ..method.proxy import proxy
 from .guards import second_backward
 
@@ -21,36 +22,24 @@ class AtOnce:
         return output
 
 
-class _Waiting:
-    """In the backward of a later step's loss. A subclass says of which."""
+class Waiting:
+    """In the backward of a later step's loss, as `method.plan.passes` has it."""
 
     holds_two_graphs = False
 
-    def ready(self, interval, position):
-        """The knots of `interval` whose passes run in the backward of the loss of the step at `position`."""
-        raise NotImplementedError
-
     def solver_input(self, session, visit, output):
         """What the solver step of `visit` gets for the model's `output`: a proxy of it."""
-        return session.interval.proxy(session, visit, output, self.ready(session.interval, visit.place.position))
+        return session.group.proxy(session, visit, output)
 
 
-class Sequential(_Waiting):
-    """The knot before's in the backward of the step before the next knot, that one's in its own: one graph is alive at a time."""
-
-    def ready(self, interval, position):
-        if position == interval.positions[-1]:
-            return [interval.after]
-        return [interval.before] if position == interval.positions[-2] else []
+class Sequential(Waiting):
+    """Each knot's in the backward of the step before the next knot, the last one's in its own: one graph is alive at a time."""
 
 
-class Joint(_Waiting):
-    """Both knots' in the backward of the one after: one autograd call, which gathers and reduces sharded weights once."""
+class Joint(Waiting):
+    """Two knots' in one autograd call, which gathers and reduces sharded weights once; with their graphs alive until then."""
 
     holds_two_graphs = True
-
-    def ready(self, interval, position):
-        return [interval.before, interval.after] if position == interval.positions[-1] else []
 
 
 class Knot:
@@ -88,46 +77,73 @@ class Knot:
         self.output = self._gradient = None
 
 
-class Interval:
-    """The visited steps from one knot to the next, while the loop is among them.
+class OpenGroup:
+    """A group while the loop is among its steps.
 
     where: of its first step, for messages.
     engine: what the model runs on.
-    positions: a range over the visited steps.
-    timesteps, alphas: `[W, B]`, what the model is to be fed, and the α of it.
-    way: one of the above. outputs: one of between.py's, how the steps between get theirs.
+    plan: the `Group`.
+    timesteps: `[W, B]`, what the model is to be fed.
+    way: one of the above.
+    knots: by position. ready: those whose passes run in the backward of the step at a position.
+    outputs: one of between.py's, how the steps from the knot before to the next get theirs.
     received: the last position whose upstream gradient has come.
     """
 
-    def __init__(self, where, engine, positions, timesteps, aggregation, way):
-        self.where, self.engine, self.positions, self.way = where, engine, positions, way
-        self.timesteps, self.alphas = timesteps, alphas(timesteps)
+    def __init__(self, where, engine, plan, timesteps, aggregation, way):
+        self.where, self.engine, self.plan, self.way = where, engine, plan, way
+        self.timesteps = timesteps
         self.outputs = self.received = None
-        self.before, self.after = Knot(where), Knot(where)
-        self._weights = endpoint_weights(self.alphas, aggregation)
+        self.knots = {position: Knot(where) for position in plan.knots}
+        self.ready = passes(plan, way.holds_two_graphs)
+        self._shares = dict(zip(plan.knots, shares(timesteps, list(map(self.index, plan.knots)), aggregation), strict=True))
         self._link = [] if engine.link is None else [engine.link]
         self._resume_micro_step = None
 
-    def proxy(self, session, visit, output, ready):
-        """What stands for the model's `output` in a solver step; its loss's backward runs the passes of the knots in `ready`."""
-        if visit.place.opens:
-            self.before.output = output.clone()  # the trainer may change its own in place
+    @property
+    def positions(self):
+        return self.plan.positions
+
+    @property
+    def is_exact(self):
+        """Whether it has no step but its knots."""
+        return len(self.knots) == len(self.plan)
+
+    @property
+    def has_begun(self):
+        """Whether some of its backward passes have."""
+        return any(knot.has_begun for knot in self.knots.values())
+
+    def index(self, position):
+        """Among the group's steps."""
+        return position - self.positions[0]
+
+    def timesteps_of(self, positions):
+        return self.timesteps[self.index(positions[0]) : self.index(positions[-1]) + 1]
+
+    def proxy(self, session, visit, output):
+        """What stands for the model's `output` in a solver step."""
+        place = visit.place
+        if place.is_first:
             self._resume_micro_step = self.engine.hold_micro_step()
-        elif visit.place.closes:
-            self.after.output = output
+        if place.is_knot:
+            # The trainer may change its own in place; the last one's pass is over before it can.
+            self.knots[place.position].output = output.clone() if place.opens else output
+        ready = [self.knots[position] for position in self.ready.get(place.position, ())]
         targets = [knot.output for knot in ready] or self._link
-        return proxy(output, targets, partial(self._receive, session, visit.place, ready))
+        return proxy(output, targets, partial(self._receive, session, place, ready))
 
     def _receive(self, session, place, ready, grad):
         """The gradients to go on with, in the backward of the step's own loss, which has come to `grad`."""
         with session.failing(self.where):
             session.tell("gradient_comes", self, place, ready)
-            self._split(place, grad)
+            for position in [place.position] if place.is_knot else [place.before, place.after]:
+                self.knots[position].add(grad, self._shares[position][self.index(place.position)])
             # The largest: a loss may have a second backward while its group is open, as unpatched.
             self.received = place.position if self.received is None else max(self.received, place.position)
             if not ready:
                 return [torch.zeros_like(parameter) for parameter in self._link]
-            if self.before in ready:
+            if not self.has_begun:
                 self._resume_micro_step()
             gradients = [knot.begin() for knot in ready]
             session.tell("passes_begin", self, ready, gradients)
@@ -135,27 +151,16 @@ class Interval:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._passed, session, ready))
         return gradients
 
-    def _split(self, place, grad):
-        base, corr = (weights[self.index(place)] for weights in self._weights)
-        if not place.closes:
-            self.before.add(grad, base)
-        if not place.opens:
-            self.after.add(grad, corr)
-
-    def index(self, place):
-        """Of the step at `place`, among the interval's."""
-        return place.position - self.positions[0]
-
     def _passed(self, session, ready):
         with session.failing(self.where):
             for knot in ready:
                 knot.is_done = True
-            if self.after.is_done:
+            if all(knot.is_done for knot in self.knots.values()):
                 session.close(self)
 
     def release(self):
         """The knots' passes have run, or the training step has ended without them."""
-        for knot in (self.before, self.after):
+        for knot in self.knots.values():
             knot.has_begun = True  # for a backward that comes too late
             knot.release()
         self.outputs = None

@@ -43,7 +43,7 @@ class Schedule(Watcher):
         name = "joint" if free >= needed else "sequential"
         self.settle(name, f"joint needs {in_gb(needed)} more than unpatched, {in_gb(free)} are free on the fullest rank ({rank})")
 
-    def interval_ends(self, session, interval):
+    def group_ends(self, session, group):
         self._is_new = True
 
     def optimizer_steps(self, session, optimizer):
@@ -64,7 +64,7 @@ class Schedule(Watcher):
         self._graph_bytes = max(self._graph_bytes, found[0])
 
     def model_output(self, session, visit, output):
-        if visit.place.opens and self.name != "sequential" and not self._joint_is_possible:
+        if visit.place.is_first and self.name != "sequential" and not self._joint_is_possible:
             if recomputes_reentrantly(output):
                 why = "the model recomputes activations with reentrant checkpointing"
                 self._rule_out_joint(why, "pass use_reentrant=False (CheckpointImpl.NO_REENTRANT)")

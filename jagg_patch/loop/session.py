@@ -8,8 +8,9 @@ A trainer whose loop can't be told from the rest of its `main` has all of it ins
 `rollout_begins` where one training step ends and the next begins; one that visits the steps in trajectory order by itself draws
 no order.
 
-The way of a gradient: `run_step` opens an `Interval` at a knot whose backward pass will wait for later steps, `solver_input` puts
-a proxy in the place of each step's model output, and the backward of the step's loss brings its upstream gradient (knots.py).
+The way of a gradient: `run_step` opens an `OpenGroup` at a knot whose backward pass will wait for later steps, `solver_input`
+puts a proxy in the place of each step's model output, and the backward of the step's loss brings its upstream gradient
+(knots.py).
 """
 
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..engines import engine_of
 from ..errors import JaggError
 from .beside import Beside
-from .between import outputs_between
+from .between import StandIn, outputs_between, watched
 from .guards import Guards
-from .knots import AtOnce, Interval
+from .knots import AtOnce, OpenGroup
 from .order import Order
 from .weights import SameWeights
 
@@ -32,7 +33,7 @@ AT_ONCE = AtOnce()
 class Session:
     """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
 
-    order: the plan, and how far it is. interval: what is open, or None. schedule, skipping: what decides how a group runs.
+    order: the plan, and how far it is. group: what is open, or None. schedule, skipping: what decides how a group runs.
     weights, beside: what a group's graphs reach, and its losses beside them.
     watchers: whoever is told of what happens, in that order, after the guards and the two that decide.
     """
@@ -44,7 +45,7 @@ class Session:
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
-        self.interval = self._visit = None
+        self.group = self._visit = None
 
     def tell(self, event, *args):
         """Call the method `event` of everyone who watches."""
@@ -83,16 +84,16 @@ class Session:
             self._forget()
 
     def _forget(self):
-        if self.interval is not None:
-            self.interval.release()
+        if self.group is not None:
+            self.group.release()
         self.in_training_step = self.in_update = False
-        self.interval = self._visit = self._captured = self._stepping = None
+        self.group = self._visit = self._captured = self._stepping = None
         self.order.forget()
         self.tell("forget")
 
     def rollout_begins(self):
         """A batch of it. The training step before, if there was one, is over."""
-        if self.in_training_step and self.interval is None and not self.order.position:
+        if self.in_training_step and self.group is None and not self.order.position:
             self._end_update()
             self.tell("rollout_begins")
 
@@ -124,7 +125,8 @@ class Session:
 
     def _begin_update(self, step):
         if not self.in_update:
-            self.order.route(self.order.n_visited)  # a probe may have changed it since it was planned
+            self.order.planner.comes_to(self, step)
+            self.order.route(self.order.n_visited)  # it may have changed since it was planned
             self.tell("update_begins", step)
             self.in_update = True
 
@@ -169,7 +171,7 @@ class Session:
         visit = self.order.visit(step, forward)
         with self.failing(visit.name) if self.order.routes else nullcontext():  # else the loop may pass over it, as unpatched
             self.tell("step_begins", visit)
-            if visit.place.opens:
+            if visit.place.is_first:
                 self._open(visit)
             self._visit = visit
             try:
@@ -177,41 +179,51 @@ class Session:
             finally:
                 self._visit = None
             self.tell("step_ends", visit, result)
+            if visit.place.closes:
+                self.group.outputs.end(self)
             if visit.place.opens:
-                self.interval.outputs.begin(self, visit)
-            elif visit.place.closes:
-                self.interval.outputs.end(self)
+                self._go_on_from(visit)
             self.tell("step_returns", visit)
         self.order.advance()
         return result
 
     def _open(self, visit):
         """The steps that begin with `visit` belong together: work out how they will run."""
-        positions = range(visit.place.position, visit.place.after + 1)
+        plan = next(group for group in self.order.groups if group.knots[0] == visit.place.position)
         engine = engine_of(visit.step.model)
         timesteps = visit.timesteps
-        expected = (self.order.expected(len(visit.indices), position) for position in positions)
+        expected = (self.order.expected(len(visit.indices), position) for position in plan)
         scheduled = torch.stack([visit.step.timesteps_at(indices).reshape(-1).to(timesteps) for indices in expected])
         way = self.schedule.way(engine)
         try:
-            self.interval = Interval(visit.where, engine, positions, scheduled, self.config.aggregation, way)
+            self.group = OpenGroup(visit.where, engine, plan, scheduled, self.config.aggregation, way)
         except JaggError as error:
             raise JaggError(f"{visit.where}: {error}") from None
-        self.interval.outputs = outputs_between(self, visit, self.interval)
-        self.tell("interval_begins", visit)
+        self.group.stand_in = StandIn(engine.model) if self.skipping.is_on else None
+        self.group.outputs = outputs_between(self, visit, self.group, plan.gaps[0])
+        self.tell("group_begins", visit)
+
+    def _go_on_from(self, visit):
+        """From a knot that has been run towards the next."""
+        if visit.place.closes:
+            gap = range(visit.place.position, visit.place.after + 1)
+            self.group.outputs = outputs_between(self, visit, self.group, gap)
+        self.group.outputs.begin(self, visit)
 
     def _run_grouped(self, visit):
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(visit.place.is_knot))
-            if visit.place.opens:
+            if visit.place.is_first:
                 for watcher in self._watchers:
                     stack.enter_context(watcher.around_forward(self, visit))
+                if self.group.stand_in is not None:
+                    stack.enter_context(watched(visit.step.model, self.group.stand_in.returned))
             if visit.place.closes:
                 torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
             if not visit.place.is_knot:
                 # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
                 stack.callback(torch.clear_autocast_cache)
-            return self.interval.outputs.run(self, visit)
+            return self.group.outputs.run(self, visit)
 
     @contextmanager
     def solver_input(self, model_output):
@@ -228,10 +240,10 @@ class Session:
             yield value
         else:
             visit.n_solver_calls += 1
-            output = self.interval.outputs.output(self, visit, model_output)
+            output = self.group.outputs.output(self, visit, model_output)
             self.tell("model_output", visit, output)
             with torch.enable_grad():
-                value = self.interval.way.solver_input(self, visit, output)
+                value = self.group.way.solver_input(self, visit, output)
                 self.tell("proxy_given", visit, value)
                 yield value
             self.tell("solver_ends", visit)
@@ -247,12 +259,12 @@ class Session:
 
     def model_returned(self, output):
         """The model has given `output` in a training forward."""
-        if self._visit is not None and self._visit.place.opens:
-            self.interval.outputs.model_returned(output)
+        if self._visit is not None and self._visit.place.is_first and self.group.stand_in is not None:
+            self.group.stand_in.returned(output)
 
-    def close(self, interval):
-        """The backward passes of both of its knots have run."""
-        if interval is self.interval:
-            interval.release()
-            self.interval = None
-            self.tell("interval_ends", interval)
+    def close(self, group):
+        """The backward passes of all its knots have run."""
+        if group is self.group:
+            group.release()
+            self.group = None
+            self.tell("group_ends", group)

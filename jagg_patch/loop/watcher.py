@@ -22,13 +22,13 @@ class Watcher:
         """Before the first training forward on a rollout; `session.order` has the plan."""
 
     def step_begins(self, session, visit):
-        """Before a training forward; a knot before whose group is open, if there is one, is in `session.interval`."""
+        """Before a training forward; the group that it goes on with, if there is one, is in `session.group`."""
 
-    def interval_begins(self, session, visit):
-        """A knot whose backward pass will wait for later steps is about to be run; `session.interval` is new."""
+    def group_begins(self, session, visit):
+        """The first knot of a group is about to be run; `session.group` is new."""
 
     def around_forward(self, session, visit):
-        """A context for the forward of a step whose graph is kept for later."""
+        """A context for the forward of a group's first knot."""
         return nullcontext()
 
     def model_output(self, session, visit, output):
@@ -40,10 +40,10 @@ class Watcher:
     def solver_ends(self, session, visit):
         """The solver step of a grouped step has returned."""
 
-    def gradient_comes(self, session, interval, place, ready):
+    def gradient_comes(self, session, group, place, ready):
         """In the backward of the loss of the step at `place`; the passes of the knots in `ready` run in it as well."""
 
-    def passes_begin(self, session, interval, knots, gradients):
+    def passes_begin(self, session, group, knots, gradients):
         """The passes of `knots` are about to run, with `gradients` `[B, ...]` of their outputs."""
 
     def step_ends(self, session, visit, result):
@@ -55,8 +55,8 @@ class Watcher:
     def forwards_skipped(self, session, n):
         """`n` forwards that the unpatched trainer runs weren't run; negative where one was run that it doesn't."""
 
-    def interval_ends(self, session, interval):
-        """The backward passes of both of its knots have run."""
+    def group_ends(self, session, group):
+        """The backward passes of all its knots have run."""
 
     def optimizer_steps(self, session, optimizer):
         """Before any optimizer's step."""

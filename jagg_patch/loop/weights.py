@@ -31,26 +31,26 @@ class SameWeights(Watcher):
         self._weights = self._trained = self._versions = ()
         self._reached = None
 
-    def interval_begins(self, session, visit):
+    def group_begins(self, session, visit):
         self.forget(session)
         self._first = visit
 
-    def interval_ends(self, session, interval):
+    def group_ends(self, session, group):
         self.forget(session)
 
     def step_begins(self, session, visit):
         if self._weights and visit.place.before is not None:
-            self._require_unchanged(session.interval, visit.where)
+            self._require_unchanged(session.group, visit.where)
 
     def model_output(self, session, visit, output):
-        if visit.place.opens:
-            engine = session.interval.engine
+        if visit.place.is_first:
+            engine = session.group.engine
             self._weights = engine.parameters()
             self._trained = self._trained_now()
             self._versions = self._versions_now()
             self._reached = self._reach(session, visit, output)
             return
-        is_whole = len(session.interval.positions) == 2  # whose gradient is exact if each graph is whole
+        is_whole = session.group.is_exact  # its gradient is, if each graph is whole
         if self._trained_now() != self._trained and not is_whole:
             raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
         if visit.place.closes and not is_whole and self._reach(session, visit, output) != self._reached:
@@ -70,23 +70,24 @@ class SameWeights(Watcher):
             self._reached_at.clear()
         if key not in self._reached_at:
             self._reached_at[key] = weights_reached(output) if self._walks else None
-            reached = leaves([output], session.interval.engine)
+            reached = leaves([output], session.group.engine)
             self.others |= {leaf for leaf in reached if isinstance(leaf, torch.nn.Parameter)} - set(self._weights)
         return self._reached_at[key]
 
-    def gradient_comes(self, session, interval, place, ready):
-        if interval is not session.interval:
+    def gradient_comes(self, session, group, place, ready):
+        if group is not session.group:
             return  # a second backward, which the knots refuse
         if ready:
-            self._require_unchanged(interval, interval.where)
-            if self._trained_now() != self._trained and (interval.before in ready or not interval.before.is_done):
+            self._require_unchanged(group, group.where)
+            is_own = list(ready) == [group.knots.get(place.position)]  # the others' are over, or haven't begun
+            if self._trained_now() != self._trained and not (is_own and place.is_last):
                 raise JaggError(
-                    f"{interval.where}: which weights are trained has changed between the group's forward and its backward\n"
+                    f"{group.where}: which weights are trained has changed between the group's forward and its backward\n"
                     "they would get another gradient than theirs: change it after whole samples only, or run with JAGG_ENABLED=0"
                 )
 
-    def _require_unchanged(self, interval, where):
-        is_whole = len(interval.positions) == 2 and interval.before.is_done
+    def _require_unchanged(self, group, where):
+        is_whole = group.is_exact and group.knots[group.plan.knots[0]].is_done
         if self._versions_now() != self._versions and not is_whole:
             raise JaggError(
                 f"{where}: weights were changed in place since the group that began at {self._first.where} (swapped for their "

@@ -5,6 +5,8 @@ The published arithmetic (W=4, activation checkpointing): 16 units a group exact
 
 from dataclasses import dataclass
 
+from .plan import ENDPOINTS_FIRST, LOOK_AHEAD, are_together, passes
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -24,13 +26,22 @@ class StepCost:
 
 
 def backward_passes(n_steps, groups=()):
-    """Transformer backward passes of one trajectory's update: one a step, two a group."""
-    return n_steps - sum(len(group) - min(len(group), 2) for group in groups)
+    """Transformer backward passes of one trajectory's update: one a step, in a `Group` one a knot."""
+    return n_steps - sum(len(group) - len(group.knots) for group in groups)
 
 
 def forward_passes(n_steps, groups=(), a_group=None):
-    """Transformer forwards of one trajectory's update: `a_group` at most for each group where the others are skipped."""
-    return n_steps - (sum(max(0, len(group) - a_group) for group in groups) if a_group else 0)
+    """Transformer forwards of one trajectory's update: `a_group` at most for each group where the others are skipped.
+
+    In one of several gaps, that is for each; and `LOOK_AHEAD` for those whose two knots' passes aren't run together.
+    """
+    if not a_group:
+        return n_steps
+    saved = 0
+    for group in groups:
+        ready = passes(group, holds_two_graphs=a_group == ENDPOINTS_FIRST)
+        saved += sum(max(0, len(gap) - (a_group if are_together(gap, ready) else LOOK_AHEAD)) for gap in group.gaps)
+    return n_steps - saved
 
 
 def update_cost(n_steps, groups=(), cost=StepCost(), forwards_a_group=None):
@@ -42,6 +53,11 @@ def update_cost(n_steps, groups=(), cost=StepCost(), forwards_a_group=None):
 def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost(), forwards_a_group=None):
     """Forward units of one trajectory's rollout (`sampling_steps` forwards) and update."""
     return sampling_steps + update_cost(n_steps, groups, cost, forwards_a_group)
+
+
+def knot_probe_cost(n_steps, groups, cost=StepCost()):
+    """Forward units of a probe of one sample under knots: all steps by themselves, and four plans of about as many knots."""
+    return n_steps * (1 + cost.full_backward) + 4 * update_cost(n_steps, groups, cost)
 
 
 def probe_cost(groups, cost=StepCost()):

@@ -4,11 +4,13 @@ The method is JAGG (Jacobian-Aggregated Group Gradient). Its names: v is the mod
 gradient of step j, W the number of steps in a group.
 """
 
+from itertools import pairwise
+
 import torch
 
 from ..config import JaggConfig
 from ..errors import JaggError
-from .plan import alphas
+from .plan import Group, alphas, passes
 
 
 def endpoint_weights(weights, aggregation="interpolate"):
@@ -28,6 +30,29 @@ def endpoint_weights(weights, aggregation="interpolate"):
         base[0] = 1
         return base, weights
     return 1 - weights, weights
+
+
+def shares(timesteps, knots, aggregation="interpolate"):
+    """What each step's upstream gradient counts at each knot: a hat function of t around it.
+
+    Args:
+        timesteps: `[W]` or `[W, B]`, as `alphas` takes them.
+        knots: places among the W, ascending, from 0 to W - 1.
+        aggregation: as `endpoint_weights` has it.
+
+    Returns:
+        `[n, W]` or `[n, W, B]` for n knots. Raises `JaggError` as `alphas` does.
+    """
+    found = [torch.zeros_like(timesteps, dtype=torch.promote_types(timesteps.dtype, torch.float32)) for _ in knots]
+    for n, (before, after) in enumerate(pairwise(knots)):
+        steps = slice(before, after + 1)
+        found[n][steps], found[n + 1][steps] = endpoint_weights(alphas(timesteps[steps]), aggregation)
+    return torch.stack(found)
+
+
+def fold(upstream_grads, counts):
+    """The gradient of each knot's output, `[B, ...]` each: s_p `[B, ...]` of W steps, and what `shares` says that they count."""
+    return [weighted_sum(upstream_grads, of_knot) for of_knot in counts]
 
 
 def weighted_sum(upstream_grads, weights):
@@ -67,8 +92,8 @@ def estimated_output(recorded, alpha, first_change, last_change):
     return recorded.to(first_change) + (1 - alpha) * first_change + alpha * last_change
 
 
-def group_backward(velocity, losses, timesteps, config=None):
-    """Accumulate the gradient of one group of steps with two transformer backward passes.
+def group_backward(velocity, losses, timesteps, config=None, knots=None):
+    """Accumulate the gradient of one group of steps with a transformer backward pass for each knot: two, if none are named.
 
     This is the whole method, for a training loop of one's own; README.md beside this file has an example.
 
@@ -76,14 +101,15 @@ def group_backward(velocity, losses, timesteps, config=None):
         velocity: `velocity(j)` runs the model for step j of the group, 0 ≤ j < W, and returns its output `[B, ...]`.
         losses: `losses(j, v_hat)` is the scalar loss of step j; it may reach the model's graph through `v_hat` only.
         timesteps: tensor `[W]` or `[W, B]`.
-        config: a `JaggConfig`; `aggregation` and `schedule` count (`auto` is joint here: one autograd call for both passes), and
+        config: a `JaggConfig`; `aggregation` and `schedule` count (`auto` is joint here: one autograd call for two passes), and
             with `enabled=False` each step gets a backward of its own.
+        knots: the steps that get a pass of their own, ascending, 0 and W - 1 among them; these two by default.
 
     Returns:
         The W losses, detached, `[W]`.
 
     Raises:
-        JaggError: the endpoints share a timestep, or a loss does not depend on `v_hat`.
+        JaggError: two knots with steps between share a timestep, or a loss does not depend on `v_hat`.
     """
     config = config or JaggConfig()
     n_steps = len(timesteps)
@@ -95,14 +121,16 @@ def group_backward(velocity, losses, timesteps, config=None):
             values.append(loss.detach())
         return torch.stack(values)
 
-    base, corr = endpoint_weights(alphas(timesteps), config.aggregation)
-    endpoints, upstream_grads = [], []
+    group = Group((0, n_steps - 1) if knots is None else tuple(knots))
+    counts = dict(zip(group.knots, shares(timesteps, group.knots, config.aggregation), strict=True))
+    ready = passes(group, holds_two_graphs=config.schedule != "sequential")
+    outputs, upstream_grads = {}, []
     for j in range(n_steps):
-        is_endpoint = j in (0, n_steps - 1)
-        with torch.set_grad_enabled(is_endpoint):
+        is_knot = j in counts
+        with torch.set_grad_enabled(is_knot):
             output = velocity(j)
-        if is_endpoint:
-            endpoints.append(output)
+        if is_knot:
+            outputs[j] = output
         else:
             torch.clear_autocast_cache()  # as in loop/session.py
         v_hat = output.detach().requires_grad_()
@@ -114,8 +142,7 @@ def group_backward(velocity, losses, timesteps, config=None):
             )
         upstream_grads.append(v_hat.grad)
         values.append(loss.detach())
-        if config.schedule == "sequential" and j == n_steps - 2:
-            endpoints.pop().backward(weighted_sum(upstream_grads, base[:-1]))
-    folded = [weighted_sum(upstream_grads, weights) for weights in (base, corr)]
-    torch.autograd.backward(endpoints, folded[-len(endpoints) :])
+        if j in ready:
+            folded = fold(upstream_grads, [counts[knot][: j + 1] for knot in ready[j]])
+            torch.autograd.backward([outputs.pop(knot) for knot in ready[j]], folded)
     return torch.stack(values)

@@ -1,6 +1,8 @@
 """Which visited steps form groups, which of them are knots, and the weights α between two knots."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ import torch
 
 from ..config import AUTO
 from ..errors import JaggError
+from .placement import best_knots
 
 START_FRAC = 0.6  # of frac=auto, the published setting
 
@@ -24,11 +27,45 @@ class Steps(NamedTuple):
     visited: int  # how many are
 
 
+@dataclass(frozen=True)
+class Group(Sequence):
+    """Visited steps that are trained together: the positions from the first of its `knots` to the last, as a `range` has them.
+
+    knots: ascending positions among the visited steps, whose backward passes are their own. The others' upstream gradients are
+        split onto the two around them. The published group has two; with one it is an exact step.
+    """
+
+    knots: tuple
+
+    @property
+    def positions(self):
+        return range(self.knots[0], self.knots[-1] + 1)
+
+    @property
+    def gaps(self):
+        """From each knot to the next, both included: a list of ranges."""
+        return [range(one, next_ + 1) for one, next_ in pairwise(self.knots)]
+
+    @property
+    def start(self):
+        return self.positions.start
+
+    @property
+    def stop(self):
+        return self.positions.stop
+
+    def __len__(self):
+        return len(self.positions)
+
+    def __getitem__(self, index):
+        return self.positions[index]
+
+
 class Place(NamedTuple):
     """Where a visited step stands among the knots, which are the visited steps with a backward pass of their own.
 
     position: which of a sample's visited steps it is.
-    is_knot: an exact step, a group's first step or its last; the steps between a group's two run without a graph.
+    is_knot: an exact step, or a knot of its group; the steps between two run without a graph.
     before, after: positions of the nearest knots of its group on either side, between which upstream gradients are split; None
         where the group has none there. An exact step is a knot alone.
     """
@@ -44,32 +81,50 @@ class Place(NamedTuple):
 
     @property
     def opens(self):
-        """Whether its backward pass waits for steps after it."""
+        """Whether it is a knot with steps after it in its group, for which its backward pass waits."""
         return self.is_knot and self.after is not None
 
     @property
     def closes(self):
+        """Whether it is a knot with steps before it in its group, whose gradients it has got a share of."""
         return self.is_knot and self.before is not None
 
+    @property
+    def is_first(self):
+        """Of its group."""
+        return self.opens and not self.closes
 
-def plan_groups(n_steps, config):
+    @property
+    def is_last(self):
+        return self.closes and not self.opens
+
+
+def plan_groups(n_steps, config, sigmas=None, sizes=None):
     """Split the routed steps of a trajectory into groups.
 
     Args:
         n_steps: how many steps of the trajectory are visited (trained), k.
-        config: a `JaggConfig`; `enabled`, `frac`, `group_size` and `cuts` count.
+        config: a `JaggConfig`; `enabled`, `frac`, `group_size` and `cuts` count, or `knots` and `knots_at` in their place.
+        sigmas, sizes: of each visited step, as `best_knots` takes them, where `knots` are to be placed; a run knows them at its
+            first update. Without, noise levels are taken to fall evenly.
 
     Returns:
-        A tuple of `range`s over positions among the visited steps, in trajectory order. Positions in no group are exact.
+        A tuple of `Group`s, in trajectory order. Positions in no group are exact.
         The first `r = int(frac * k)` steps are routed and split as evenly as possible, larger groups first, into
         `max(1, floor(r / group_size + 1/2))` groups; with r < 2 there are none. A group of one (group_size 2, odd r) is
         an exact step. At each of `cuts` a new group begins: what lies between two of them is split by itself. Under `frac=auto`
-        all steps are split so, and the groups are those routed before the first probe.
+        all steps are split so, and the groups are those routed before the first probe. A set of knots comes apart into the
+        groups of `groups_of`; as many knots as steps leave none.
+
+    Raises:
+        JaggError: `knots_at` names a step that isn't visited, or not the last one.
 
     The rule uses count and position only, so all ranks take the same decisions.
     """
     if not config.enabled:
         return ()
+    if config.has_knots:
+        return groups_of(_knots(n_steps, config, sigmas, sizes))
     if config.frac == AUTO:
         return whole_groups(n_steps, config)[: groups_at_start(n_steps, config)]
     return whole_groups(int(config.frac * n_steps + 1e-9), config)
@@ -91,9 +146,57 @@ def _split(start, stop, group_size):
     groups = []
     for number in range(n_groups):
         stop = start + size + (number < n_larger)
-        groups.append(range(start, stop))
+        groups.append(Group(tuple(sorted({start, stop - 1}))))
         start = stop
     return groups
+
+
+def _knots(n_steps, config, sigmas, sizes):
+    if n_steps < 2:
+        return tuple(range(n_steps))
+    if config.knots_at:
+        if config.knots_at[-1] != n_steps - 1:
+            raise JaggError(
+                f"JAGG_KNOTS_AT ends with {config.knots_at[-1]}, and the last of the {n_steps} visited steps is {n_steps - 1}\n"
+                f"name that one, counted from 0 among the visited steps, or set JAGG_KNOTS={len(config.knots_at)}"
+            )
+        return config.knots_at
+    n_knots = knots_at_start(n_steps) if config.knots == AUTO else config.knots
+    return best_knots(min(n_knots, n_steps), sigmas or range(n_steps, 0, -1), sizes)
+
+
+def knots_at_start(n_steps):
+    """How many there are under `knots=auto` before the first probes: a third of the steps."""
+    return max(2, math.floor(n_steps / 3 + 0.5))
+
+
+def groups_of(knots):
+    """The `Group`s of a set of knots, ascending: it comes apart between neighbours, where nothing is left to split."""
+    groups, own = [], []
+    for knot, next_ in zip(knots, [*knots[1:], None], strict=True):
+        own.append(knot)
+        if next_ is None or next_ == knot + 1:
+            groups.append(Group(tuple(own)))
+            own = []
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def passes(group, holds_two_graphs):
+    """`{position: knots}`: in the backward of which step's loss the passes of which of the `group`'s knots run.
+
+    A knot has its whole gradient at the step before the next knot; the last one at its own. Alone a pass runs then, so that one
+    graph is alive at a time; two by two, they run when the second of them has its gradient.
+    """
+    ready = [next_ - 1 for _, next_ in pairwise(group.knots)] + [group.knots[-1]]
+    at_a_time = 2 if holds_two_graphs else 1
+    starts = range(0, len(ready), at_a_time)
+    together = [(ready[start : start + at_a_time], group.knots[start : start + at_a_time]) for start in starts]
+    return {positions[-1]: knots for positions, knots in together}
+
+
+def are_together(gap, ready):
+    """Whether the passes of the knots at both ends of a gap run in the same backward; `ready` as `passes` returns it."""
+    return any(gap[0] in knots and gap[-1] in knots for knots in ready.values())
 
 
 def forwards_a_group(skips, schedule):
@@ -117,16 +220,20 @@ def groups_at_start(n_steps, config):
 
 
 def places(n_steps, groups):
-    """The `Place` of each of `n_steps` positions under `groups` (as `plan_groups` returns them): a group is two knots."""
+    """The `Place` of each of `n_steps` positions under `groups`, as `plan_groups` returns them."""
     found = [Place(position) for position in range(n_steps)]
     for group in groups:
-        if len(group) > 1:
-            first, *between, last = group
-            found[first] = Place(first, after=last)
-            found[last] = Place(last, before=first)
+        for knot, before, after in zip(group.knots, [None, *group.knots], [*group.knots[1:], None], strict=False):
+            found[knot] = Place(knot, before=before, after=after)
+        for before, *between, after in group.gaps:
             for position in between:
-                found[position] = Place(position, is_knot=False, before=first, after=last)
+                found[position] = Place(position, is_knot=False, before=before, after=after)
     return tuple(found)
+
+
+def knots_of(n_steps, groups):
+    """The positions with a backward pass of their own, exact steps included, under `groups`."""
+    return tuple(place.position for place in places(n_steps, groups) if place.is_knot)
 
 
 def alphas(timesteps):

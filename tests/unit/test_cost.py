@@ -7,7 +7,7 @@ import pytest
 
 from jagg_patch import JaggConfig, plan_groups
 from jagg_patch.method.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
-from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group
+from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, Group, forwards_a_group
 from jagg_patch.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_the_published_training_step_is_100_to_82_units():
 
 def test_skipped_forwards_cost_8_units_a_group_with_both_endpoints_first_and_9_with_a_look_ahead():
     for size in (4, 5, 8):
-        groups = [range(size)]
+        groups = [Group((0, size - 1))]
         assert update_cost(size, groups, forwards_a_group=ENDPOINTS_FIRST) == 8
         assert update_cost(size, groups, forwards_a_group=LOOK_AHEAD) == 9
     assert forward_passes(3, [range(3)], LOOK_AHEAD) == forward_passes(3, [range(3)]) == 3

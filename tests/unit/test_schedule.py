@@ -24,7 +24,7 @@ def model():
 def update(schedule, n_groups):
     """So many groups end, then an optimizer steps."""
     for _ in range(n_groups):
-        schedule.interval_ends(None, None)
+        schedule.group_ends(None, None)
     schedule.optimizer_steps(None, None)
 
 

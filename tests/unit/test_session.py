@@ -116,11 +116,11 @@ class Diary(Watcher):
     def update_begins(self, session, step):
         self.events.append("update")
 
-    def interval_begins(self, session, visit):
-        self.events.append(("from", session.interval.positions[0]))
+    def group_begins(self, session, visit):
+        self.events.append(("from", session.group.positions[0]))
 
-    def interval_ends(self, session, interval):
-        self.events.append(("to", interval.positions[-1]))
+    def group_ends(self, session, group):
+        self.events.append(("to", group.positions[-1]))
 
     def optimizer_steps(self, session, optimizer):
         self.events.append("optimizer")
@@ -157,8 +157,8 @@ def test_a_session_keeps_two_knots_and_no_list_of_steps(load_loop):
     make_args = module.make_args
 
     def after_backward(step):
-        interval = session.interval
-        tensors = [] if interval is None else [one for knot in (interval.before, interval.after) for one in vars(knot).values()]
+        knots = () if session.group is None else session.group.knots.values()
+        tensors = [one for knot in knots for one in vars(knot).values()]
         seen.append(sum(torch.is_tensor(one) for one in tensors))
 
     module.make_args = lambda: make_args(after_backward=after_backward)

@@ -4,8 +4,17 @@ from . import __version__
 from .config import AUTO
 from .loop.schedule import MEASURED_UPDATES
 from .loop.watcher import Watcher
-from .method.cost import probe_cost, training_step_cost, update_cost
-from .method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, forwards_a_group, least_forwards, places, plan_groups, whole_groups
+from .method.cost import backward_passes, knot_probe_cost, probe_cost, training_step_cost, update_cost
+from .method.plan import (
+    ENDPOINTS_FIRST,
+    LOOK_AHEAD,
+    forwards_a_group,
+    groups_of,
+    least_forwards,
+    places,
+    plan_groups,
+    whole_groups,
+)
 
 MEMORY = {
     "joint": "a second graph, whole gradients, and under FSDP1 with resharding whole weights, more than unpatched",
@@ -26,13 +35,13 @@ def banner(trainer, config, args):
         return f"{head}: off"
     sampled, trainable, visited = trainer.steps(args)
     groups = plan_groups(visited, config)
-    settings = [f"group_size {config.group_size}", f"frac {share(config.frac)}", f"aggregation {config.aggregation}"]
-    settings.append(f"schedule {config.schedule}")
+    settings = plan_settings(config) + [f"aggregation {config.aggregation}", f"schedule {config.schedule}"]
     if config.cuts:
         settings.append(f"cuts {','.join(map(str, config.cuts))}")
     if config.skip_forwards:
         settings.append("skip_forwards 1")
-    lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe_plan(trainable, visited, groups)}"]
+    describe = describe_knots if config.has_knots else describe_plan
+    lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe(trainable, visited, groups)}"]
     if groups:
         cost = trainer.step_cost(args)
         forwards = forwards_a_group(config.skip_forwards, config.schedule)
@@ -42,20 +51,48 @@ def banner(trainer, config, args):
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
-        if config.skip_forwards and max(map(len, groups)) > least_forwards(config.schedule):
+        largest = max(len(gap) for group in groups for gap in group.gaps)
+        if config.skip_forwards and largest > least_forwards(config.schedule):
             lines.append(
                 f"  forwards: {FORWARDS[forwards]}, the others are estimated from the rollout's; its first sample is compared"
             )
+        if config.has_knots and visited < trainable:
+            n_knots = backward_passes(visited, groups)
+            every = update_cost(trainable, groups_of((*range(n_knots - 1), trainable - 1)), cost)
+            lines.append(f"  all {trainable} steps with as many backward passes: update {every:g} (--timestep_fraction 1)")
         if update[0] == update[1]:
             lines.append("  groups of two are exact and save no backward pass, only communication in the joint schedule")
         lines.append(f"  memory: {MEMORY[config.schedule]} (jagg_patch/loop/README.md)")
     if config.probe_every:
-        forwards = probe_cost(whole_groups(visited, config), trainer.step_cost(args))
-        lines.append(
-            f"  probe: every {config.probe_every} training steps, one sample on every rank, {forwards:g} forwards for "
-            f"groups of about {config.group_size}, and about as many for another size"
-        )
+        measured, cost = f"every {config.probe_every} training steps, one sample on every rank", trainer.step_cost(args)
+        if config.has_knots:
+            lines.append(f"  probe: {measured}, some {knot_probe_cost(visited, groups, cost):g} forwards")
+        else:
+            forwards = probe_cost(whole_groups(visited, config), cost)
+            lines.append(
+                f"  probe: {measured}, {forwards:g} forwards for "
+                f"groups of about {config.group_size}, and about as many for another size"
+            )
     return "\n".join(lines)
+
+
+def plan_settings(config):
+    if config.knots_at:
+        return [f"knots at {','.join(map(str, config.knots_at))}"]
+    if config.knots:
+        return [f"knots {config.knots}" + f" (cosine {config.knots_cosine:g})" * (config.knots == AUTO)]
+    return [f"group_size {config.group_size}", f"frac {share(config.frac)}"]
+
+
+def describe_knots(n_trajectory, n_visited, groups):
+    """E.g. `15 of 15 steps visited, in trajectory order: 4 with a backward pass of their own, 11 between them`."""
+    n_knots = backward_passes(n_visited, groups)
+    if n_knots == n_visited:
+        return describe_plan(n_trajectory, n_visited, ())
+    return (
+        f"{n_visited} of {n_trajectory} steps visited, in trajectory order: {n_knots} with a backward pass of their own, "
+        f"{n_visited - n_knots} between them"
+    )
 
 
 def describe_plan(n_trajectory, n_visited, groups):
@@ -80,6 +117,21 @@ def describe_probe(record):
         f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {' '.join(shown)}{brackets} "
         f"({record['probe_seconds']:.1f} s)"
     )
+
+
+def describe_knot_probe(record):
+    """What the probe found, in a line: the cosines of the whole update by its number of backward passes, the run's own first."""
+    own, *others = record["probe"]
+    sizes = [f" (W={row['group_size']})" if row["group_size"] else "" for row in others]
+    shown = [f"{cosine_of(row)} with {len(row['knots'])}{size}" for row, size in zip(others, sizes, strict=True)]
+    return (
+        f"JAGG: probe at training step {record['training_step']}: cosine to the exact gradient {cosine_of(own)} with "
+        f"{len(own['knots'])} backward passes; {', '.join(shown)} ({record['probe_seconds']:.1f} s)"
+    )
+
+
+def cosine_of(row):
+    return "unknown" if row["cosine"] is None else f"{row['cosine']:.3f}"
 
 
 class FirstUpdate(Watcher):

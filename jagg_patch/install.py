@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from . import __version__
-from .banner import FirstUpdate, banner, describe_probe
-from .config import FLAG_PREFIX, JaggConfig, add_flags
+from .banner import FirstUpdate, banner, describe_knot_probe, describe_probe
+from .config import AUTO, FLAG_PREFIX, JaggConfig, add_flags
 from .errors import JaggError
 from .evidence.log import Log
-from .evidence.probe import Probe
+from .evidence.placement import Placement
+from .evidence.probe import GroupProbe, KnotProbe
 from .evidence.routing import Routing
 from .evidence.self_check import SelfCheck
 from .evidence.stats import Recorder, Stats
@@ -131,7 +132,8 @@ class Handle:
     def _record(self, record):
         """At the end of a training step."""
         if record["probe"]:
-            say_on_rank_zero(describe_probe(record))
+            describe = describe_knot_probe if self.config.has_knots else describe_probe
+            say_on_rank_zero(describe(record))
         if self._log is not None and is_first_rank():
             run = {"jagg": __version__, "trainer": self._trainer.name, "group_size": self.config.group_size}
             run |= {"aggregation": self.config.aggregation, "cuts": self.config.cuts}
@@ -139,6 +141,7 @@ class Handle:
 
     def _announce(self, args):
         if self.config.enabled:
+            require_placement(self._trainer, self.config, args)
             steps, cost = self._trainer.steps(args), self._trainer.step_cost(args)
             self._costs = {"sampled_steps": steps.sampled, "step_cost": asdict(cost)}
         say_on_rank_zero(banner(self._trainer, self.config, args))
@@ -153,14 +156,26 @@ def make_session(config, stats=None, say=lambda line: None, write=lambda record:
         write: called at the end of each training step with its record, a dict.
     """
     stats = Stats() if stats is None else stats
-    probe = Probe(config, stats, say)
-    routing = Routing(config, say, probe)
+    probe = (KnotProbe if config.has_knots else GroupProbe)(config, stats, say)
+    planner = (Placement if config.has_knots else Routing)(config, say, probe)
     check = SelfCheck(config, say)
     recorder = Recorder(stats, (probe, check), write, waits=bool(config.log or config.probe_every))
     # In this order: who changes an update's plan, what counts, who reads the counts, what measures, who writes that down, who
     # changes the next plan by it.
-    watchers = [LastBatch(say), stats, FirstUpdate(stats, say), check, probe, recorder, routing]
-    return Session(config, routing, Schedule(config.schedule, say), Skipping(config, say), watchers)
+    watchers = [LastBatch(say), stats, FirstUpdate(stats, say), check, probe, recorder, planner]
+    return Session(config, planner, Schedule(config.schedule, say), Skipping(config, say), watchers)
+
+
+def require_placement(trainer, config, args):
+    """Raise `JaggError` where knots are to be placed, and nothing is known of the trainer's noise levels ahead."""
+    why = trainer.no_placement(args)
+    n_visited = trainer.steps(args).visited
+    is_chosen = config.knots == AUTO or (config.knots and 2 < config.knots < n_visited)
+    if why is not None and is_chosen:
+        raise JaggError(
+            f"JAGG_KNOTS={config.knots}: knots can't be placed: {why}\n"
+            f"name those of the {n_visited} visited steps that are to be knots: JAGG_KNOTS_AT=0,…,{n_visited - 1}"
+        )
 
 
 def is_script(namespace):

@@ -43,6 +43,9 @@ class Routing(Watcher):
         groups = routed + whole_groups(n_steps - n_routed, self._config, start=n_routed)
         return tuple(group for group in groups if len(group) > 1)
 
+    def comes_to(self, session, step):
+        """An update that begins with `step`: where groups are goes by their number alone."""
+
     def largest(self, n_steps):
         """How many steps the largest group has that there is or can be."""
         groups = whole_groups(n_steps, self._config) if self.is_auto else self.groups(n_steps)

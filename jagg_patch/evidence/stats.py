@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..loop.watcher import Watcher
-from ..method.plan import forwards_a_group
+from ..method.plan import forwards_a_group, knots_of
 from .log import Stopwatch
 
 
@@ -15,6 +15,7 @@ class Stats(Watcher):
     exact_steps: int = 0
     grouped_steps: int = 0
     groups: int = 0
+    knots: int = 0  # of groups
     skipped_forwards: int = 0
 
     def step_ends(self, session, visit, result):
@@ -23,7 +24,10 @@ class Stats(Watcher):
         else:
             self.grouped_steps += 1
 
-    def interval_ends(self, session, interval):
+    def passes_begin(self, session, group, knots, gradients):
+        self.knots += len(knots)
+
+    def group_ends(self, session, group):
         self.groups += 1
 
     def forwards_skipped(self, session, n):
@@ -34,8 +38,8 @@ class Stats(Watcher):
 
     @property
     def backward_passes(self):
-        """Transformer backward passes that were run: one an exact step, two a group."""
-        return self.exact_steps + 2 * self.groups
+        """Transformer backward passes that were run: one an exact step, and one for each knot of a group."""
+        return self.exact_steps + self.knots
 
     @property
     def backward_passes_unpatched(self):
@@ -87,6 +91,7 @@ class Recorder(Watcher):
                 "trajectory": order.n_trajectory,
                 "visited": visited,
                 "groups": grouped,
+                "knots": knots_of(visited, order.groups),
                 "schedule": schedule,
                 "forwards_a_group": forwards_a_group(session.skipping.is_on, schedule),
                 "backward_passes": counts["backward_passes"],

@@ -55,6 +55,10 @@ class DanceGrpoTrainer:
         sampled = args.sampling_steps * (args.num_generations / args.bestofn if self.best_of_n and args.bestofn else 1)
         return Steps(sampled, trainable, int(trainable * args.timestep_fraction))
 
+    def no_placement(self, args):
+        """Why knots can't be placed by noise levels under the trainer's parsed `args`, or None."""
+        return None
+
     def step_cost(self, args):
         """A step's cost for the cost model, with the share of blocks under activation checkpointing."""
         checkpoints = self.always_checkpoints or args.gradient_checkpointing

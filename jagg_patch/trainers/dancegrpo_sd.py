@@ -93,6 +93,10 @@ class StableDiffusionTrainer:
         trainable = config.sample.num_steps - 1
         return Steps(config.sample.num_steps, trainable, int(trainable * config.train.timestep_fraction))
 
+    def no_placement(self, config):
+        """Why knots can't be placed by noise levels, or None."""
+        return "a timestep of Stable Diffusion's scheduler isn't a noise level, as one of flow matching is"
+
     def step_cost(self, config):
         """A step's cost for the cost model; the UNet isn't checkpointed."""
         return StepCost(backward=1.0 if config.use_lora else 2.0, recompute=0.0)

@@ -63,6 +63,10 @@ class FlowGrpoTrainer:
             trained = int(sampled * config.train.timestep_fraction)
         return Steps(sampled, trained, trained)
 
+    def no_placement(self, config):
+        """Why knots can't be placed by noise levels under `FLAGS.config`, or None."""
+        return "each rollout trains a window of its own, at other noise levels" if self._window(config) else None
+
     def step_cost(self, config):
         """A step's cost for the cost model, with the forward of the reference model."""
         checkpoints = getattr(config, self.checkpoints, False) if isinstance(self.checkpoints, str) else self.checkpoints

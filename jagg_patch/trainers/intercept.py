@@ -19,6 +19,7 @@ INSTEAD = {
     "probe_every": "JAGG_PROBE_EVERY=0",
     "log": "JAGG_LOG unset",
     "frac": "a number as JAGG_FRAC",
+    "knots": "positions in place of a number (JAGG_KNOTS_AT)",
 }
 
 

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from ..config import AUTO
 from ..engines.deepspeed import NO_REPLAY
 from ..errors import JaggError, no_probe
 from .intercept import ForwardingModule, called_from
@@ -155,7 +154,7 @@ def require_fit(accelerator, n_visited, config):
     engine = accelerator.distributed_type.value
     if config.probe_every and engine == "DEEPSPEED":
         raise no_probe(NO_REPLAY)
-    if not (plan_groups(n_visited, config) or config.frac == AUTO):
+    if not (plan_groups(n_visited, config) or config.is_auto):
         return
     if engine not in KNOWN_ENGINES and not engine.startswith("MULTI_"):
         raise JaggError(

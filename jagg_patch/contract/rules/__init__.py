@@ -7,10 +7,10 @@ from .solver import check_solver
 
 
 # Of a trainer whose plan needs no rollout: what is known of one where it begins and ends.
-ROLLOUT = ("skip_forwards", "probe_every", "log", "frac")
+ROLLOUT = ("skip_forwards", "probe_every", "log", "frac", "knots")
 WHERE = {
     ("skip_forwards",): "where forwards are skipped (JAGG_SKIP_FORWARDS)",
-    ROLLOUT: "where training steps are told apart (JAGG_SKIP_FORWARDS, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto)",
+    ROLLOUT: "where training steps are told apart (JAGG_SKIP_FORWARDS, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto, JAGG_KNOTS)",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jagg_patch import JaggConfig, plan_groups
 from jagg_patch.__main__ import main
-from jagg_patch.evidence.report import as_frac, choices, cosines
+from jagg_patch.evidence.report_groups import as_frac, choices, cosines
 
 
 def record(training_step, probes=None, **changes):
@@ -174,3 +174,46 @@ def test_a_threshold_that_is_no_cosine_and_a_folder_that_cannot_be_made_are_refu
 def test_groups_of_two_are_no_choice(tmp_path, report):
     """They save nothing."""
     assert "recommended" not in report(log(tmp_path, *[record(step, {2: [(2, 1.0), (2, 1.0)]}) for step in (1, 2, 3)]))
+
+
+def with_knots(step, *rows, **changes):
+    """A record of all 15 steps; `rows` are `(knots, cosine)` or `(knots, cosine, size of the published groups)`."""
+    keys = "knots", "cosine", "group_size"
+    probe = [dict(zip(keys, (*row, None)[:3], strict=True)) | {"relative_error": 0.1} for row in rows]
+    return record(step, visited=15, probe=probe or None, probe_seconds=3.0 * bool(rows), **changes)
+
+
+FOUR, FIVE, SIX = (0, 10, 13, 14), (0, 9, 12, 13, 14), (0, 8, 11, 12, 13, 14)
+KNOT_RUN = [with_knots(1)] + [
+    with_knots(step, (FIVE, 0.985), (FOUR, 0.97 + step / 1000), (SIX, 0.995), ((0, 7, 8, 14), 0.914, 8)) for step in (2, 3, 4)
+]
+
+
+def test_the_fewest_knots_that_keep_the_cosine_are_recommended(tmp_path, report):
+    out = tmp_path / "report"
+    printed = report(log(tmp_path, *KNOT_RUN), "--out", out)
+    assert "train_grpo_flux: 4 training steps, 3 probed; 15 of 15 steps visited" in printed
+    # by hand: 15 steps cost 15 * 4; a step that is no knot saves a backward pass of 3
+    assert "4 knots      0.973 ± 0.001 (0.972)   n=3    update 27 (2.22x)   0,10,13,14\n" in printed
+    assert "4 with W=8   0.914 ± 0.000 (0.914)   n=3    update 27 (2.22x)   published groups of all steps\n" in printed
+    assert "  a training step with sampling 76 -> 46 (1.65x)\nrecommended: JAGG_KNOTS=5\n" in printed
+    assert "recommended: JAGG_KNOTS=4" in report(log(tmp_path, *KNOT_RUN), "--threshold", 0.97)
+    assert "recommended: JAGG_KNOTS=6" in report(log(tmp_path, *KNOT_RUN), "--threshold", 0.99)
+    assert "none of these" in report(log(tmp_path, *KNOT_RUN), "--threshold", 0.999)
+    assert json.loads((out / "report.json").read_text())["choices"][0]["passes"] == 5
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fewer_knots_that_were_measured_once_are_not_recommended_over_more_that_were_measured_often(tmp_path, report):
+    printed = report(log(tmp_path, *KNOT_RUN, with_knots(5, (FOUR[:1] + FOUR[2:], 0.99))))
+    assert "recommended: JAGG_KNOTS=5\n  fewer were measured less than 3 times" in printed
+
+
+def test_an_update_without_a_cosine_counts_for_nothing(tmp_path, report):
+    printed = report(log(tmp_path, with_knots(1, (FOUR, None), (FIVE, 0.99))))
+    assert "4 knots      unknown" in printed and "JAGG_KNOTS=5\n  measured 1 times only" in printed
+
+
+def test_logs_with_groups_and_with_knots_are_not_put_together(tmp_path, report):
+    groups = log(tmp_path, record(1, {4: [(15, 0.9)]}, visited=15), name="a")
+    assert "of runs with groups and of runs with knots" in report(groups, log(tmp_path, *KNOT_RUN, name="b"), fails=True)

@@ -27,6 +27,11 @@ class Cell:
     windows: int = 1
     frac: float = 5 / 6
 
+    @property
+    def has_knots(self):
+        """Whether it is run with knots as well."""
+        return self.accumulates or (self.checkpointing and not self.lora and self.autocast is None)
+
 
 CELLS = {
     "full": Cell(),
@@ -45,12 +50,18 @@ MORE_CELLS = {
 # Positions of the visited steps under W=3, written out.
 GROUPS = {5 / 6: ((0, 1, 2), (3, 4), (5,)), 1.0: ((0, 1, 2), (3, 4, 5))}
 
+# Of a run with knots, of which four steps are between the first and the others; the last one closes a window.
+KNOTS = (0, 3, 5)
+PASSES_AT = {"joint": [0, 0, 0, 0, 2, 1], "sequential": [0, 0, 1, 0, 1, 1]}  # in which step's backward
+
 # The runs of a cell beside "unpatched" and "reference", the two exact backwards a group.
 PATCHED = {schedule: dict(schedule=schedule, group_size=3) for schedule in ("joint", "sequential")}
 PAIRED = {  # in cells with checkpointing; the self-check takes as long as a run
     f"{schedule}, groups of two": dict(schedule=schedule, group_size=2, frac=1, self_check=False)
     for schedule in ("joint", "sequential")
 }
+
+KNOT_RUNS = {f"{schedule}, knots": dict(schedule=schedule, knots_at=KNOTS) for schedule in ("joint", "sequential")}
 
 # Skipped forwards (skip_cells.py): five visited steps under W=4 are a group of five, or one of four and an exact step. In half
 # precision one sample a window, so that the rollout's batch is as large as the training forward's, and the same bits come out.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from engines import LEARNING_RATE
-from matrix import ENGINES, GROUPS, N_SAMPLES, N_VISITED, PAIRED, PATCHED
+from matrix import ENGINES, GROUPS, KNOT_RUNS, KNOTS, N_SAMPLES, N_VISITED, PAIRED, PATCHED
 from observe import Loop, model_output, recorded_steps, self_checks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
@@ -157,19 +157,24 @@ def train(cell, engine):
     loop.train_one_step(argparse.Namespace(**ARGS, autocast=cell.autocast), engine)
 
 
-def two_exact_backwards(cell, steps):
-    """`(step, upstream gradient)` of the exact backwards that the recorded `steps` come to: JAGG's formula, written out."""
+def exact_backwards(sets, steps):
+    """`(step, upstream gradient)` of the exact backwards that the recorded `steps` come to: JAGG's formula, written out.
+
+    `sets` are knots among a sample's visited steps: of each, the steps between two count at both.
+    """
     for start in range(0, len(steps), N_VISITED):
         sample = sorted(steps[start : start + N_VISITED], key=lambda step: int(step["arguments"]["i"]))
-        for group in GROUPS[cell.frac]:
-            members = [sample[position] for position in group]
-            if len(group) == 1:
-                yield members[0], members[0]["grad"].float()
-                continue
-            t = [float(member["arguments"]["timesteps"]) for member in members]
-            alphas = [(t[0] - t_j) / (t[0] - t[-1]) for t_j in t]
-            yield members[0], sum((1 - alpha) * member["grad"].float() for alpha, member in zip(alphas, members, strict=True))
-            yield members[-1], sum(alpha * member["grad"].float() for alpha, member in zip(alphas, members, strict=True))
+        t = [float(step["arguments"]["timesteps"]) for step in sample]
+        for knots in sets:
+            for before, knot, after in zip((None, *knots), knots, (*knots[1:], None), strict=False):
+                grad = sample[knot]["grad"].float()
+                if before is not None:
+                    for p in range(before + 1, knot):
+                        grad = grad + (t[before] - t[p]) / (t[before] - t[knot]) * sample[p]["grad"].float()
+                if after is not None:
+                    for p in range(knot + 1, after):
+                        grad = grad + (t[p] - t[after]) / (t[knot] - t[after]) * sample[p]["grad"].float()
+                yield sample[knot], grad
 
 
 def reference(passes, engine):
@@ -214,11 +219,16 @@ def run_cell(name, cell):
     except Exception as error:
         return {"unpatched": {"failed": f"{type(error).__name__}: {error}"}}
     records["unpatched"]["visited"] = [int(step["arguments"]["i"]) for step in steps]
-    passes = [list(two_exact_backwards(cell, steps[n : n + n_micro_steps])) for n in range(0, len(steps), n_micro_steps)]
-    exact_windows = [partial(reference, window) for window in passes]
-    records["reference"] = run(build(name, cell, len(passes[0])), exact_windows)
-    for label, settings in (PATCHED | PAIRED if cell.checkpointing else PATCHED).items():
-        handle = install(vars(loop), config=JaggConfig(**{"frac": cell.frac} | settings))
+    groups = [tuple(sorted({group[0], group[-1]})) for group in GROUPS[cell.frac]]
+    for label, sets in {"reference": groups, "reference, knots": [KNOTS] * cell.has_knots}.items():
+        windows_of_steps = [steps[n : n + n_micro_steps] for n in range(0, len(steps), n_micro_steps)] if sets else []
+        passes = [list(exact_backwards(sets, window)) for window in windows_of_steps]
+        if passes:
+            records[label] = run(build(name, cell, len(passes[0])), [partial(reference, window) for window in passes])
+    patched = PATCHED | (PAIRED if cell.checkpointing else {}) | (KNOT_RUNS if cell.has_knots else {})
+    for label, settings in patched.items():
+        plan = {} if "knots_at" in settings else {"frac": cell.frac}
+        handle = install(vars(loop), config=JaggConfig(**plan | settings))
         try:
             with self_checks() as checks:
                 records[label] = run(build(name, cell, n_micro_steps), windows)

@@ -5,7 +5,19 @@ The update is that of two exact backwards a group, and the collectives are those
 
 import pytest
 import torch
-from matrix import ENGINES, GROUPS, N_BLOCKS, N_SAMPLES, PATCHED, by_group, launch, relative_error
+from matrix import (
+    ENGINES,
+    GROUPS,
+    KNOT_RUNS,
+    KNOTS,
+    N_BLOCKS,
+    N_SAMPLES,
+    PASSES_AT,
+    PATCHED,
+    by_group,
+    launch,
+    relative_error,
+)
 
 from jagg_patch.engines.deepspeed import NO_REPLAY
 
@@ -83,6 +95,32 @@ def test_the_update_is_that_of_two_exact_backwards_a_group(records, schedule):
 def test_groups_of_two_are_exact(records, schedule):
     for runs in records:
         assert relative_error(runs[f"{schedule}, groups of two"], runs["unpatched"]) <= 1e-6
+
+
+with_knots = each([(engine, cell) for engine, cell in PLACES if ENGINES[engine].cells[cell].has_knots])
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@with_knots
+def test_the_update_with_knots_is_that_of_an_exact_backward_a_knot(records, schedule):
+    for runs in records:
+        found = runs[f"{schedule}, knots"]
+        assert relative_error(found, runs["reference, knots"]) <= 1e-6
+        assert relative_error(found, runs["reference"]) > 1e-3
+        assert [calls["passes"] for calls in found["backwards"]] == PASSES_AT[schedule] * N_SAMPLES
+        assert found["stats"]["backward_passes"] == len(KNOTS) * N_SAMPLES
+
+
+@with_knots
+def test_the_self_check_agrees_on_knots(records, engine, cell):
+    accumulates = ENGINES[engine].accumulates or ENGINES[engine].cells[cell].accumulates
+    for runs in records:
+        for label in KNOT_RUNS:
+            if engine.startswith("ZeRO"):
+                assert runs[label]["checks"] == [NO_REPLAY]
+            else:
+                ((error, is_own),) = runs[label]["checks"]
+                assert error <= 2e-7 and is_own == (not accumulates)
 
 
 @every_cell

@@ -44,5 +44,9 @@ class Ddp(Engine):
         return any(module.broadcast_buffers and any(True for _ in module.module.buffers()) for module in self._wrapped)
 
     @property
+    def waits_for_all_weights(self):
+        return not self.looks_for_unused_parameters
+
+    @property
     def looks_for_unused_parameters(self):
         return any(module.find_unused_parameters for module in self._wrapped)

@@ -10,6 +10,8 @@ class Engine:
     prepares_sync_in_forward = False
     # Whether it looks for parameters that a backward won't reach, in the last forward's graph alone.
     looks_for_unused_parameters = False
+    # Whether a backward has to bring a gradient for every weight that is trained.
+    waits_for_all_weights = False
     # Whether each forward may write into the model's buffers.
     broadcasts_buffers = False
     # Whether modules have views of weights as plain attributes.

@@ -14,13 +14,12 @@ import torch
 from ..engines import engine_of
 from ..errors import JaggError, no_probe
 from ..loop.watcher import Watcher
-from ..loop.weights import leaves
 from ..method.folding import fold, shares
 from ..method.plan import groups_of, knots_of, places, whole_groups
 from ..method.quality import agreement
 from ..ranks import gathered
 from .log import now
-from .replay import ANOTHER_IS_TRAINED, KeptForward, backward_as_trained, compare, is_of, nothing_changed, trains_another
+from .replay import KeptForward, backward_as_trained, compare, is_of, nothing_changed, reach, why_no_replay
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 
@@ -42,7 +41,7 @@ class Probe(Watcher):
         every = self._config.probe_every
         self._n_awaited = n_visited if every and training_step % every == 0 and n_visited > 1 else 0
         self._forwards = []
-        self._reached = set()  # leaves of the first forward's graph
+        self._reached = {}  # by the first forward's graph
         self.is_measuring = False
         self.seconds = 0.0
         self.result = None
@@ -78,7 +77,7 @@ class Probe(Watcher):
 
     def _look_at_graph(self, visit, output):
         if self.is_due and len(self._forwards) == 1:
-            self._reached.update(leaves([output], engine_of(visit.step.model)))
+            self._reached |= reach(output, engine_of(visit.step.model))
 
     def optimizer_steps(self, session, optimizer):
         if self.is_measuring:
@@ -87,8 +86,9 @@ class Probe(Watcher):
                 "the probe would train: run without JAGG_PROBE_EVERY"
             )
         if self.is_due and self._is_ready and is_of(optimizer, self._forwards[0].step.model):
-            if trains_another(optimizer, self._forwards[0].step.model, self._reached):
-                raise no_probe(ANOTHER_IS_TRAINED)
+            why_not = why_no_replay(optimizer, self._forwards[0].step.model, self._reached)
+            if why_not is not None:
+                raise no_probe(why_not)
             self._measure(session, optimizer)
 
     def update_ends(self, session):

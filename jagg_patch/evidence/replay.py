@@ -6,17 +6,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engines import engine_of
 from ..engines.gradients import GradientsSetAside
 from ..errors import JaggError
-from ..loop.weights import leaves
+from ..loop.weights import hides_weights, leaves
 from ..method.plan import passes
 from ..method.proxy import graph_nodes
 from ..method.quality import SAME, sums
 from .settings import attributes_of, modules_of, put_attributes, put_settings, settings_of
-
-ANOTHER_IS_TRAINED = "the training forward trains another network as well, which another optimizer steps"
 
 
 @dataclass(eq=False)
@@ -140,14 +139,25 @@ def is_of(optimizer, model):
     return not held.isdisjoint(engine_of(model).parameters())
 
 
-def trains_another(optimizer, model, weights):
-    """Whether some of `weights`, which a loss of the training forward reaches, are neither `model`'s nor stepped by `optimizer`.
+def reach(output, engine):
+    """`leaves` of a graph; with all the model's weights, where some may be hidden in it."""
+    hidden = engine.parameters() if any(map(hides_weights, graph_nodes([output]))) else ()
+    return dict.fromkeys([*leaves([output], engine), *hidden])
 
-    Their gradients may be on their way through an engine of their own, and whoever steps them may have done so by now.
+
+def why_no_replay(optimizer, model, reached):
+    """Why a forward whose output's graph leads to what is `reached` can't be run again, with its backward, or None.
+
+    Another network's gradients may be on their way through an engine of its own, and whoever steps them may have done so by now.
     """
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    others = {weight for weight in weights if isinstance(weight, torch.nn.Parameter)} - held
-    return not others.issubset(engine_of(model).parameters())
+    engine = engine_of(model)
+    held, own = {parameter for group in optimizer.param_groups for parameter in group["params"]}, set(engine.parameters())
+    reached = {leaf for leaf in reached if isinstance(leaf, torch.nn.Parameter)}
+    if reached - held - own:
+        return "the training forward trains weights that are neither the model's nor, as they are, the optimizer's"
+    if engine.waits_for_all_weights and {weight for weight in own if weight.requires_grad} - reached:
+        return "DDP waits for weights that the model's output doesn't depend on, but another term of the loss may"
+    return None
 
 
 def random_state():
@@ -171,9 +181,9 @@ def which_are_trained(model):
 
 
 def versions_of(model):
-    """Tensors besides buffers that a forward may change in place, with their versions: frozen weights, modules' attributes."""
+    """Tensors besides buffers that a forward may change in place, with their versions: weights, modules' attributes."""
     engine = engine_of(model)
-    found = [parameter for parameter in engine.parameters() if not parameter.requires_grad]
+    found = engine.parameters()
     if not engine.has_views_in_attributes:
         found += [value for module in modules_of(model) for value in vars(module).values() if torch.is_tensor(value)]
     return [(tensor, version(tensor)) for tensor in dict.fromkeys(found)]
@@ -210,7 +220,9 @@ def nothing_changed(forwards, optimizer):
     state, attributes = random_state(), [entry for model in models for entry in attributes_of(model)]
     settings = [entry for model in models for entry in settings_of(model)]  # a list may have changed, and a generator's state
     changing = [buffer for model in models for buffer in model.buffers()]  # running statistics, say
-    changing += [tensor for tensor, before in forwards[0].versions if version(tensor) != before]  # others may be large
+    before = WeakIdKeyDictionary(forwards[0].versions)
+    # Others may be large. What has been made since then may be changed by the next forward.
+    changing += [tensor for model in models for tensor, now in versions_of(model) if before.get(tensor, -1) != now]
     buffers = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(changing) if not is_expanded(tensor)]
     try:
         with torch.enable_grad(), GradientsSetAside(parameters, engines) as aside:

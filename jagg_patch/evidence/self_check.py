@@ -3,31 +3,25 @@
 A group's backward passes come later than the unpatched trainer's. A model that keeps something from one forward to the next, and
 reads it in the backward, wouldn't notice. So the first group's gradient is computed once more, right before the optimizer step:
 each knot's forward and its backward, with what training gave to its pass. The two must agree to rounding, for every model. That
-is done once a run, and once more where the schedule changes or forwards begin to be skipped.
+is done once a run, and once more where the schedule changes, where forwards begin to be skipped, and where an optimizer has
+stepped since the rollout.
 """
 
 import math
+from functools import partial
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engines import engine_of
 from ..engines.gradients import gradients_of
 from ..errors import JaggError
 from ..loop.between import compares
 from ..loop.watcher import Watcher
-from ..loop.weights import leaves, weights_reached
+from ..loop.weights import weights_reached
 from ..ranks import gathered
 from .log import now
-from .replay import (
-    ANOTHER_IS_TRAINED,
-    KeptForward,
-    backward_as_trained,
-    compare,
-    is_low,
-    is_of,
-    nothing_changed,
-    trains_another,
-)
+from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, nothing_changed, reach, why_no_replay
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
 REPEATED = 0.01  # of these: what a forward that is run again may differ
@@ -38,11 +32,12 @@ class SelfCheck(Watcher):
 
     def __init__(self, config, say=lambda line: None):
         self._is_on = config.enabled and config.self_check
-        self._checked = set()  # ways of running a group, the same on every rank
+        self._checked = WeakIdKeyDictionary()  # by a model's first weight: ways of running a group, the same on every rank
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
         self._has_asked = self._has_said = False  # whether an optimizer of its weights has stepped, and that none has
+        self._has_moved = False  # in this update: what a model keeps from its rollout may be out of date
         self.seconds = 0.0
         self.is_measuring = False
         self._drop()
@@ -50,7 +45,7 @@ class SelfCheck(Watcher):
     def _drop(self):
         self._group = self._own = None
         self._forwards = []
-        self._folded = {}
+        self._folded, self._reached = {}, {}
         self._losses_go_through = False  # the model's outputs, and reach weights no other way
 
     def forget(self, session):
@@ -59,15 +54,15 @@ class SelfCheck(Watcher):
     def update_begins(self, session, step):
         self._drop()
         self.seconds = 0.0
-        self._model = step.model
+        self._model, self._has_moved = step.model, False
         if self._is_on and session.order.groups and self._why_not is None:
             self._why_not = engine_of(step.model).no_replay  # the same on every rank, also one that leaves out a whole sample
 
     def group_begins(self, session, visit):
-        is_over = not self._is_on or self._why_not is not None or way_now(session) in self._checked
+        is_over = not self._is_on or self._why_not is not None or self._is_checked(session, visit.step.model)
         if is_over or self._group is not None or compares(session, session.group):
             return
-        self._group, self._where, self._way = session.group, visit.where, way_now(session)
+        self._group, self._where, self._way = session.group, visit.where, self._way_now(session)
         self._parameters = session.group.engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._forwards.append(KeptForward.of(visit))
@@ -81,7 +76,7 @@ class SelfCheck(Watcher):
 
     def model_output(self, session, visit, output):
         if self._is_ours(session) and visit.place.is_knot:
-            self._parameters = list(dict.fromkeys(self._parameters + leaves([output], session.group.engine)))
+            self._reached |= reach(output, session.group.engine)
 
     def proxy_given(self, session, visit, value):
         if self._is_ours(session):
@@ -103,7 +98,7 @@ class SelfCheck(Watcher):
             torch.autograd.Variable._execution_engine.queue_callback(self._keep_gradient)
 
     def _keep_gradient(self):
-        self._own = gradients_of(self._parameters, "cpu")
+        self._own = gradients_of(dict.fromkeys(self._parameters) | self._reached, "cpu")
 
     def optimizer_steps(self, session, optimizer):
         if self.is_measuring:
@@ -111,13 +106,17 @@ class SelfCheck(Watcher):
                 "an optimizer stepped inside the self-check's backward passes, as one does that steps in gradient hooks\n"
                 "it would train: run with JAGG_SELF_CHECK=0"
             )
-        if not self._is_on or not session.order.groups or way_now(session) in self._checked:
+        self._check_at(session, optimizer)
+        self._has_moved |= session.in_update and is_of(optimizer, self._model)
+
+    def _check_at(self, session, optimizer):
+        if not self._is_on or not session.order.groups or self._is_checked(session, self._model):
             return
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
         self._has_asked = True
-        if self._group is not None and trains_another(optimizer, self._model, self._parameters):
-            self._why_not = ANOTHER_IS_TRAINED
+        if self._group is not None and self._why_not is None:
+            self._why_not = why_no_replay(optimizer, self._model, self._reached)
         # Every rank asks, also one that has left out all its samples.
         is_ready = self._group is not None and all(knot.is_done for knot in self._group.knots.values())
         ready, has_own, reasons = zip(*gathered((is_ready, self._own is not None, self._why_not)), strict=True)
@@ -129,6 +128,13 @@ class SelfCheck(Watcher):
             self._measure(session, optimizer, all(has_own))
             self.seconds = now() - start
         self._drop()
+
+    def _is_checked(self, session, model):
+        return model is not None and self._way_now(session) in self._checked.get(first_weight(model), ())
+
+    def _way_now(self, session):
+        """How groups run: the same on every rank."""
+        return session.schedule.name == "joint", session.skipping.is_on, self._has_moved
 
     def update_ends(self, session):
         if self._group is not None and not self._has_asked and not self._has_said:
@@ -153,7 +159,7 @@ class SelfCheck(Watcher):
         finally:
             self.is_measuring = False
         if math.isfinite(found["error"]):  # else there was no gradient, or no finite one: the next group's
-            self._checked.add(self._way)
+            self._checked.setdefault(first_weight(self._model), set()).add(self._way)
             self._judge(**found)
 
     def _give_up(self, why):
@@ -163,21 +169,27 @@ class SelfCheck(Watcher):
     def _compared(self, session, folded, own, aside):
         """How far the group's gradient, as training got it or would, is from the one at once; and what is wrong, on any rank.
 
-        What may fail is between the exchanges: a rank that fails says so in the next, and no rank waits for it.
+        What may fail is between the exchanges: a rank that fails says so in the next, and no rank waits for it, but in the
+        collectives of an engine's forward.
         """
         plan = self._group.plan
         knots = [self._forwards[self._group.index(position)] for position in plan.knots]
         between = [forward for forward in self._forwards if forward not in knots]
-        parts, weights = [], []
+        outputs, parts, weights = [], [], []
+        low, is_same = self._group.engine.rounds_gradients, True
 
-        def run_at_once():
-            low, is_same = self._group.engine.rounds_gradients, True
-            for forward, gradient in zip(knots, folded, strict=True):
-                output = forward.run(session)
-                weights.append(weights_reached(output))
-                low |= is_low(output)
-                is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
-                parts.append(aside.take("cpu"))
+        def run_forward(forward):
+            outputs.append(forward.run(session))
+
+        def run_backward(forward, gradient):
+            nonlocal low, is_same
+            output = outputs.pop()
+            weights.append(weights_reached(output))
+            low |= is_low(output)
+            is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
+            parts.append(aside.take("cpu"))
+
+        def compare_with_own():
             apart = math.inf if own is None else distance(own, parts)
             return apart, sum(compare(part, part)[2] for part in parts), low, is_same
 
@@ -185,7 +197,10 @@ class SelfCheck(Watcher):
             backward_as_trained(session, self._forwards, plan, folded, aside)
             return distance(aside.take("cpu"), parts)
 
-        aparts, sizes, lows, same = zip(*_exchanged(run_at_once), strict=True)
+        for forward, gradient in zip(knots, folded, strict=True):
+            _exchanged(partial(run_forward, forward))
+            _exchanged(partial(run_backward, forward, gradient))
+        aparts, sizes, lows, same = zip(*_exchanged(compare_with_own), strict=True)
         size, low = sum(sizes), any(lows)
         own_error = error = relative(sum(aparts), size)
         if not error <= rounding(low):  # the loop's own gradients may be among training's
@@ -285,6 +300,5 @@ def distance(whole, parts):
     return compare(missing, last)[3]
 
 
-def way_now(session):
-    """How groups run: the same on every rank."""
-    return session.schedule.name == "joint", session.skipping.is_on
+def first_weight(model):
+    return next(iter(engine_of(model).parameters()))

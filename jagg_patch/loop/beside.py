@@ -5,6 +5,7 @@ the knots alone: at the steps between it is a constant, and its gradient would b
 """
 
 import functools
+import threading
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -12,33 +13,37 @@ from torch.autograd.graph import GradientEdge
 from ..errors import JaggError
 from ..method.proxy import nodes_from
 from .watcher import Watcher
-from .weights import is_weight
+from .weights import hides_weights, is_weight
 
 
 class Beside(Watcher):
-    """Walks through the graph of each loss of a group, up to the proxies.
+    """Walks through the graph of every backward, up to the proxies, from an update's first group to the update's end.
 
-    is_reached: whether the last one reaches weights; None where its `torch.autograd.backward` hasn't been seen.
+    A loss may be kept for later than its group. Only what torch numbers is looked at: nodes of this thread.
+
+    is_reached: whether the loss whose backward is running reaches weights; None where it isn't `torch.autograd.backward`'s.
     """
 
     def __init__(self):
-        self._backward = self._roots = None  # torch's own, and the nodes that it has been called for
+        self._backward = None  # torch's own, while another one is in its place
+        self.is_reached = None
         self.forget(None)
 
     def forget(self, session):
-        self.is_reached = self._begun = None
+        self._session = self._begun = self._where = None
         self._spans = []  # numbers of the nodes that the knots' forwards have made, but for those of the solver step
         if self._backward is not None and torch.autograd.backward is self._noting:
             torch.autograd.backward = self._backward
             self._backward = None
 
+    def update_ends(self, session):
+        self.forget(session)
+
     def step_begins(self, session, visit):
         self._begin(visit)
 
     def group_begins(self, session, visit):
-        begun = self._begun
-        self.forget(session)
-        self._begun = begun
+        self._session, self._thread = session, threading.get_ident()
         if self._backward is None:
             self._backward = torch.autograd.backward
             self._noting = functools.wraps(self._backward)(functools.partial(self._note, self._backward))
@@ -46,42 +51,46 @@ class Beside(Watcher):
 
     def _note(self, backward, tensors, *args, **kwargs):
         tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
-        before, self._roots = self._roots, [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors]
+        before = self.is_reached
+        is_ours = self._session is not None and threading.get_ident() == self._thread
+        if is_ours and (self._spans or self._session.group is not None):
+            self._look(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors)
         try:
             return backward(tensors, *args, **kwargs)
         finally:
-            self._roots = before
+            self.is_reached = before
+
+    def _look(self, roots):
+        nodes = list(nodes_from(roots))
+        self.is_reached = any(map(is_weight, nodes))
+        of_forwards = [node for node in nodes if self._is_of_a_forward(node)]
+        if any(is_weight(node) or hides_weights(node) for node in nodes_from(of_forwards)):
+            with self._session.failing(self._where):
+                raise reached_beside(self._where)
+
+    def _is_of_a_forward(self, node):
+        """Whether `node` was made in the forward of a knot."""
+        number = node._sequence_nr()
+        return any(first < number < last for first, last in self._spans)
 
     def _begin(self, visit):
         if visit.place.is_knot and not visit.place.is_exact:
             self._begun = next_number()
 
-    def _end(self, visit):
-        if visit.place.is_knot and not visit.place.is_exact:
+    def _end(self, session, visit):
+        # Two steps are exact, if each graph is whole.
+        if visit.place.is_knot and not visit.place.is_exact and not session.group.is_exact:
             self._spans.append((self._begun, next_number()))
+            self._where = session.group.where
 
     def model_output(self, session, visit, output):
-        self._end(visit)
+        self._end(session, visit)
 
     def solver_ends(self, session, visit):
         self._begin(visit)
 
     def step_returns(self, session, visit):
-        self._end(visit)
-
-    def gradient_comes(self, session, group, place, ready):
-        if group is not session.group or self._roots is None:
-            self.is_reached = None
-            return
-        nodes = list(nodes_from(self._roots))
-        self.is_reached = any(map(is_weight, nodes))
-        if self.is_reached and not group.is_exact:  # else it is exact, if each graph is whole
-            of_forwards = [node for node in nodes if any(first < node._sequence_nr() < last for first, last in self._spans)]
-            if any(map(is_weight, nodes_from(of_forwards))):
-                raise reached_beside(group.where)
-
-    def group_ends(self, session, group):
-        self.forget(session)
+        self._end(session, visit)
 
 
 def next_number():

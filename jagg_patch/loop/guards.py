@@ -15,11 +15,13 @@ from ..method.proxy import graph_nodes
 from .beside import reached_beside
 from .memory import CHANGED
 from .watcher import Watcher
-from .weights import is_weight
+from .weights import hides_weights, is_weight, same_tensors
 
 # As torch has it where a loss reaches weights beside the model's output: of a graph that its own backward has freed, and of
 # FSDP1's root, which hasn't been told that a backward begins.
 BESIDE = "Trying to backward through the graph a second time", "expected to be in states [<TrainingState.FORWARD_BACKWARD"
+# As DDP has it where it syncs, and a loss brings it gradients of some weights before the group's pass brings all.
+UNREADY = "Expected to have finished reduction in the prior iteration", "Expected to mark a variable ready only once"
 OFF_AND_REPORT = "run with JAGG_ENABLED=0 and report this upstream version"
 
 
@@ -58,6 +60,12 @@ class Guards(Watcher):
                 self._spoilt_at = group.where
         if group is not None and any(words in str(error) for words in BESIDE):
             raise reached_beside(group.where) from error
+        if group is not None and any(words in str(error) for words in UNREADY):
+            raise JaggError(
+                f"{group.where}: a loss of the group has given DDP gradients by another way than the model's output\n"
+                "DDP reduces them at once, and those of the group's passes come later: accumulate (no_sync), run with "
+                "JAGG_SCHEDULE=sequential JAGG_GROUP_SIZE=2, or with JAGG_ENABLED=0"
+            ) from error
         if group is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
             remedy = "pass broadcast_buffers=False to DDP" if group.engine.broadcasts_buffers else "let it keep a copy"
             raise JaggError(
@@ -115,7 +123,9 @@ class Guards(Watcher):
     def _require_continued(self, group, visit):
         """A group's step after its first: everything that can be checked before its forward is paid for."""
         where, place = visit.where, visit.place
-        if visit.step.model is not group.engine.model and not group.is_exact:
+        model = group.engine.model
+        is_same = visit.step.model is model or same_tensors(list(visit.step.model.parameters()), list(model.parameters()))
+        if not is_same and not group.is_exact:
             raise JaggError(
                 f"{where}: it is another model's than the group's first, which would get its share of the gradient\n"
                 f"{OFF_AND_REPORT}"
@@ -151,6 +161,12 @@ class Guards(Watcher):
             )
 
     def model_output(self, session, visit, output):
+        n_rows, n_timesteps = len(output) if output.ndim else 1, session.group.timesteps.shape[1]
+        if n_timesteps not in (1, n_rows):
+            raise JaggError(
+                f"{visit.where}: the model output has {n_rows} rows, and the forward was given {n_timesteps} timesteps\n"
+                "which row is of which timestep isn't known (frames or views in the batch?): run with JAGG_ENABLED=0"
+            )
         if visit.place.is_knot and not output.requires_grad:
             raise JaggError(
                 f"{session.group.where}: the model output of an endpoint has no graph, so no gradient could reach the "
@@ -167,7 +183,8 @@ class Guards(Watcher):
         if visit.place.is_first:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            if not session.group.is_exact and any(map(is_weight, graph_nodes(tensors))):
+            nodes = graph_nodes(tensors)
+            if not session.group.is_exact and any(is_weight(node) or hides_weights(node) for node in nodes):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"

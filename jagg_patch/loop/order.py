@@ -84,8 +84,10 @@ class Order:
 
     def _find(self, step):
         """Which sample the loop has come to: it may leave some out, and each has steps of its own where not all are visited."""
-        if self._orders is None or self.n_visited == self.n_trajectory:
+        if self._orders is None:
             return self._sample
+        if self.n_visited == self.n_trajectory:  # of every sample, and some may come again
+            return self._sample if self._sample < len(self._orders) else 0
         order = step.following(self.n_visited)
         later = range(self._sample, len(self._orders))  # first: two samples may have the same steps
         return next((n for n in (*later, *range(self._sample)) if self._orders[n] == order), self._sample)

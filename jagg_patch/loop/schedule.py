@@ -11,6 +11,7 @@ from ..ranks import gathered
 from .knots import Joint, Sequential
 from .memory import free_bytes, graph_bytes, in_gb, joint_excess
 from .watcher import Watcher
+from .weights import hides_weights
 
 MEASURED_UPDATES = 2  # the optimizer allocates its state in the first
 
@@ -84,4 +85,4 @@ class Schedule(Watcher):
 
 def recomputes_reentrantly(output):
     """Whether the graph of `output` runs backward passes inside the backward; FSDP1 then loses gradients when two are joined."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes([output]))
+    return any(map(hides_weights, graph_nodes([output])))

@@ -220,9 +220,9 @@ class Session:
                     stack.enter_context(watched(visit.step.model, self.group.stand_in.returned))
             if visit.place.closes:
                 torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
-            if not visit.place.is_knot:
-                # Under an autocast around the whole loop, torch 2.5 would hand the graphless casts to the next forward.
-                stack.callback(torch.clear_autocast_cache)
+            # Under an autocast around the whole loop, torch 2.5 would hand graphless casts to the next forward, and a penalty on
+            # weights would be computed from a knot's, as if it were of its model's making.
+            stack.callback(torch.clear_autocast_cache)
             return self.group.outputs.run(self, visit)
 
     @contextmanager

@@ -23,6 +23,7 @@ class SameWeights(Watcher):
     def __init__(self, walks=True):
         self._walks = walks
         self._reached_at = {}  # by model, a knot's timesteps and what is trained there: what its graph reaches
+        self._known = ()  # the weights of which that was
         self.others = set()  # weights among these that aren't the model's: a text encoder's that is trained with it, say
         self.forget(None)
 
@@ -66,8 +67,9 @@ class SameWeights(Watcher):
     def _reach(self, session, visit, output):
         """The weights that the graph of a knot's `output` reaches, as `weights_reached` has them."""
         key = id(visit.step.model), tuple(visit.timesteps.tolist()), tuple(self._trained)
-        if len(self._reached_at) == MOST_KEPT:
+        if len(self._reached_at) == MOST_KEPT or not same_tensors(self._weights, self._known):
             self._reached_at.clear()
+            self._known = self._weights
         if key not in self._reached_at:
             self._reached_at[key] = weights_reached(output) if self._walks else None
             reached = leaves([output], session.group.engine)
@@ -112,6 +114,10 @@ def weights_reached(output):
     return frozenset(parts | {(id(node.variable), None) for node in nodes if is_weight(node)})
 
 
+def same_tensors(some, others):
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
 def leaves(outputs, engine):
     """In whose `.grad` a backward from `outputs` leaves gradients, but for what stands for parameters of the `engine`'s model."""
     found = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
@@ -121,6 +127,11 @@ def leaves(outputs, engine):
 def is_weight(node):
     """Whether `node` adds up the gradient of a model's parameter, and not of another tensor that asks for one."""
     return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+
+
+def hides_weights(node):
+    """Whether what is behind `node` is run in its backward alone: a block that is checkpointed reentrantly."""
+    return node.name() == "CheckpointFunctionBackward"
 
 
 def weights_change(first, visit, what):

@@ -27,7 +27,7 @@ def proxy(output, targets, receive):
         targets: what the backward of the step's loss goes on to: model outputs with their graphs, or parameters; may be empty.
         receive: called in that backward with the step's upstream gradient `[B, ...]`; returns one gradient for each target.
     """
-    value = output.detach()
+    value = output.clone() if output.is_inference() else output.detach()
     return _Proxy.apply(receive, value if targets else value.requires_grad_(), *targets)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import AUXILIARY, CELLS, LONELY, N_RANKS
+from unsuited_cells import AUXILIARY, CELLS, HEADS, LONELY, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -53,3 +53,15 @@ def test_no_rank_waits_for_what_one_does_alone(ranks, cell):
     found = [rank[cell] for rank in ranks]
     broken = ["its forward or backward can't be run again (KeyError: 'broken')"]
     assert found == [["agrees"] if cell[1] == "a critic steps" else broken] * N_RANKS
+
+
+@pytest.mark.parametrize("cell", HEADS, ids=", ".join)
+def test_weights_that_the_output_does_not_reach_leave_ddp_unchecked_and_training_right(ranks, cell):
+    """DDP would wait for them in a backward of the check's, and the next update would die of that."""
+    why = "DDP waits for weights that the model's output doesn't depend on, but another term of the loss may"
+    for rank in ranks:
+        said, error = rank[cell]
+        if cell == ("DDP", "joint"):
+            assert "has given DDP gradients by another way" in said[0] and len(said[0].splitlines()) == 2
+            continue
+        assert said == [why] and error < 1e-6

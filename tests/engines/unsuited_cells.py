@@ -63,8 +63,10 @@ LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "seq
 # A loss that reaches weights by another way than the model's output; DeepSpeed runs the backward and the step itself.
 ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
 AUXILIARY = [(engine, "ValueHead", schedule) for engine in ("FSDP1", *ZEROS) for schedule in ("joint", "sequential")]
+HEADS = [("DDP", "sequential"), ("DDP", "joint")]
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
 WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"}
+WITH_HEAD = {BACKWARD: "            (loss + model.module.head(latents[i : i + 1, step]).square().mean()).backward()\n"}
 WITH_AUX_IN_ZERO = {
     BACKWARD: "            model.backward(loss + 0.5 * model.module.aux)\n            model.step()\n",
     STEP: "            pass\n",
@@ -84,16 +86,49 @@ def run(engine, model, schedule, optimizer=torch.optim.SGD):
         handle.uninstall()
 
 
-def run_auxiliary(engine, model, schedule, out):
-    torch.manual_seed(0)
+def load_changed(changes, out):
     text = LOOP.read_text()
-    for old, new in (WITH_AUX_IN_ZERO if engine in ZEROS else WITH_AUX).items():
+    for old, new in changes.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
     path = out / f"loop{dist.get_rank()}" / LOOP.name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    module = load(path)
+    return load(path)
+
+
+class WithHead(models.Plain):
+    """Of which the loop's own loss alone reaches a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 1)
+
+
+def run_head(engine, schedule, out):
+    """What the self-checks have come to, and how far groups of two are from the unpatched loop after two training steps."""
+    weights = []
+    for config in (None, JaggConfig(frac=1, group_size=2, schedule=schedule)):
+        torch.manual_seed(0)
+        module, model = load_changed(WITH_HEAD, out), ENGINES[engine](WithHead())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(10 + dist.get_rank())
+        if config is not None:
+            install(vars(module), config=config)
+        with self_checks() as found:
+            for _ in range(2):
+                try:
+                    module.train_one_step(module.make_args(sampling_steps=5), model, optimizer)
+                except JaggError as error:
+                    return [str(error)], 0.0
+                optimizer.zero_grad()
+        weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    return [entry if isinstance(entry, str) else "agrees" for entry in found], float((weights[1] - weights[0]).abs().max())
+
+
+def run_auxiliary(engine, model, schedule, out):
+    torch.manual_seed(0)
+    module = load_changed(WITH_AUX_IN_ZERO if engine in ZEROS else WITH_AUX, out)
     model = getattr(models, model)()
     if engine in ZEROS:
         zero = ZEROS[engine](model, None, lambda model: None, None, n_micro_steps=30)
@@ -153,6 +188,7 @@ def main(out):
     dist.init_process_group("gloo")
     found = {cell: run(*cell) for cell in CELLS}
     found |= {cell: run_lonely(*cell) for cell in LONELY}
+    found |= {cell: run_head(*cell, Path(out)) for cell in HEADS}  # before DeepSpeed changes torch's linear layers
     logging.disable(logging.WARNING)
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))

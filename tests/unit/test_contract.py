@@ -426,11 +426,6 @@ BROKEN = {
 }
 # What the text doesn't show: the words that stop the run while it trains, before an optimizer step.
 STOPPED = {
-    "a sample visited again": [
-        [LOOPS, LOOPS.replace("range(args.n_samples)", "[*range(args.n_samples), 0]")],
-        "expected no further step",
-    ],
-    "every sample visited twice": [[LOOPS, LOOPS.replace("range(args.n_samples)", "[0, 0, 1, 1]")], "the plan expected"],
     "the steps in another order": [
         ["    train_timesteps = int(", "    perms = perms.flip(1)\n    train_timesteps = int("],
         "the plan expected",

@@ -305,7 +305,6 @@ def stops(module, match, **settings):
         # an unexpected step
         ("            step = perms[i][j]\n", "            step = perms[i][train_timesteps - 1 - j]\n", "the plan expected trajectory step 0"),
         ("range(train_timesteps):", "range(train_timesteps - 1):", "visited step 14 .trajectory step 0.: the plan expected"),
-        ("for i in range(args.n_samples):", "for i in [*range(args.n_samples), 0]:", "expected no further step"),
         # an optimizer step, or the end of the training step, with a group open
         ("            loss.backward()\n", "            loss.backward()\n            if j == 1: optimizer.step()\n", "optimizer was about to step"),
         ("range(train_timesteps):", "range(2):", "the plan expected trajectory step 2"),

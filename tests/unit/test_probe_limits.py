@@ -71,10 +71,67 @@ def test_an_optimizer_that_steps_in_gradient_hooks_is_refused(probed):
 def test_another_network_that_another_optimizer_steps_is_refused(load_loop, settings):
     module, model = load_loop("train_grpo_flux", *CONDITIONED), models.WithConditioner()
     install(vars(module), config=JaggConfig(probe_every=1, self_check=False, **settings))
-    with pytest.raises(JaggError, match="the probe can't run: the training forward trains another network as well"):
+    with pytest.raises(JaggError, match="the probe can't run: the training forward trains weights that are neither the model's"):
         module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.0))
     both = torch.optim.SGD([*model.parameters(), *model.conditioner[0].parameters()], lr=0.0)
     module.train_one_step(module.make_args(), model, both)
+
+
+ROLLOUT = (
+    "    with torch.no_grad():\n        latents, log_probs",
+    "    model.prepare()\n    model.eval()\n    with torch.no_grad():\n        latents, log_probs",
+    "    advantages = (rewards",
+    "    model.train()\n    advantages = (rewards",
+)
+
+
+class Delayed(models.Plain):
+    """Scales by a running statistic, made at its first training forward, as it was before a rollout."""
+
+    scale = 1.0
+
+    def prepare(self):
+        self.scale = float(getattr(self, "amax", 1.0))
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        if self.training:
+            with torch.no_grad():
+                if not hasattr(self, "amax"):
+                    self.amax = hidden.abs().mean().clone()
+                else:
+                    self.amax.lerp_(hidden.abs().mean(), 0.3)
+        return self.net[2](hidden / self.scale)
+
+
+class Decaying(models.Plain):
+    """Each training forward makes a trained weight smaller."""
+
+    def prepare(self):
+        """Nothing."""
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.999)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("model", [Delayed, Decaying])
+@pytest.mark.parametrize("settings", [{"frac": 0, "probe_every": 1}, {"frac": 1, "group_size": 2, "schedule": "sequential"}])
+def test_what_a_training_forward_changes_is_put_back(load_loop, model, settings):
+    """By the probe, and by the self-check."""
+
+    def run(**changes):
+        module, network = load_loop("train_grpo_flux", *ROLLOUT), model()
+        install(vars(module), config=JaggConfig(**settings | changes))
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+        for _ in range(3):
+            module.train_one_step(module.make_args(sampling_steps=5), network, optimizer)
+        return torch.cat([weight.detach().flatten() for weight in network.parameters()])
+
+    assert torch.equal(run(), run(self_check=False, probe_every=0))
 
 
 @pytest.mark.usefixtures("without_contract")

@@ -46,6 +46,22 @@ def runs_flow(load_loop):
     return run
 
 
+# -- samples that the loop visits again
+
+
+@pytest.mark.parametrize("samples", [[0, 1, 0], [0, 0, 1, 1], [0, 1] * 3], ids=str)
+@pytest.mark.parametrize("fraction", [0.6, 1.0])
+def test_samples_may_come_again(trains, samples, fraction):
+    """In several epochs over a rollout, or the hard ones twice."""
+    again = "    for i in range(args.n_samples):", f"    for i in {samples}:"
+    args = dict(timestep_fraction=fraction)
+    steps, expected = trains(again, args=args)
+    visited, found = trains(again, args=args, group_size=2)
+    n = len(steps) // len(samples)
+    assert visited == [step for start in range(0, len(steps), n) for step in sorted(steps[start : start + n])]
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 # -- samples that the loop leaves out
 
 

@@ -1,11 +1,13 @@
 """A group whose steps don't have the same weights, or whose losses reach them another way, stops; what is exact runs."""
 
+import threading
 from functools import partial
 
 import models
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from jagg_patch import JaggConfig, JaggError, install
 
@@ -208,14 +210,176 @@ def test_a_backward_of_several_roots_is_looked_at_as_a_whole(trains, aux):
         assert_close(run(schedule="joint"), trains(models.ValueHead, schedule="joint"), rtol=1e-5, atol=1e-7)
 
 
-def test_torch_s_own_backward_is_back_when_a_group_is_over(load_loop):
+def test_torch_s_own_backward_is_back_when_an_update_is_over(load_loop):
     seeing = "            ratio = torch.exp(", "            args.see()\n            ratio = torch.exp("
     module, backward, seen = load_loop("train_grpo_flux", *seeing), torch.autograd.backward, []
     install(vars(module), config=JaggConfig(frac=0.6))
     args, model = module.make_args(see=lambda: seen.append(torch.autograd.backward is backward)), models.Plain()
     module.train_one_step(args, model, torch.optim.SGD(model.parameters(), lr=0.0))
     assert torch.autograd.backward is backward
-    assert seen == ([False] * 9 + [True] * 6) * 2
+    assert seen == [False] * 30
+
+
+HELPED = {
+    "before": "            help_critic(model, args)\n            loss.backward()",
+    "after": "            loss.backward()\n            help_critic(model, args)",
+    "at the sample's end": "            loss.backward()\n            help_critic(model, args, j == train_timesteps - 1)",
+    "at the update's end": "            loss.backward()\n            help_critic(model, args, i * j == train_timesteps - 1)",
+}
+
+
+class HelpedBranch(models.Plain):
+    """Features of a branch that is trained by a critic's loss alone; the critic is no part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = torch.nn.Linear(8, 4)
+        self.critic = [torch.nn.Linear(4, 1)]
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        self.features = self.branch(hidden.detach()).tanh()
+        return self.net[2](hidden)
+
+
+def help_critic(model, args, is_time=True):
+    """A loss with a backward of its own, at once or kept until it is time."""
+    args.kept = [*getattr(args, "kept", ()), model.critic[0](model.features).square().mean()]
+    if is_time:
+        torch.stack(args.kept).sum().backward()
+        args.kept = []
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("helped", HELPED.values(), ids=HELPED)
+def test_so_does_one_with_a_backward_of_its_own(load_loop, helped, schedule):
+    """At the steps between it has a graph too, that of the critic."""
+
+    def run(**settings):
+        module, model = load_loop("train_grpo_flux", "            loss.backward()", helped), HelpedBranch()
+        module.help_critic = help_critic
+        if settings:
+            install(vars(module), config=JaggConfig(frac=1, schedule=schedule, self_check=False, **settings))
+        torch.manual_seed(1)
+        module.train_one_step(module.make_args(), model, torch.optim.SGD(model.parameters(), lr=0.0))
+        return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    with pytest.raises(JaggError, match="reaches weights by another way than the model's output"):
+        run(group_size=3)
+    assert_close(run(group_size=2), run(), rtol=1e-5, atol=1e-7)
+
+
+def test_another_thread_s_losses_are_its_own(load_loop):
+    """Torch numbers nodes by thread: those of a reward model that is trained meanwhile may have the same numbers."""
+
+    def train_elsewhere():
+        other = torch.nn.Linear(2, 1)
+        for _ in range(200):
+            other(torch.ones(2)).sum().backward()
+
+    def meanwhile():
+        thread = threading.Thread(target=train_elsewhere)
+        thread.start()
+        thread.join()
+
+    module = load_loop("train_grpo_flux", BACKWARD, "args.meanwhile(), loss.backward()")
+    install(vars(module), config=JaggConfig(frac=1))
+    model = models.Plain()
+    module.train_one_step(module.make_args(meanwhile=meanwhile), model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("fraction", [0.4, 0.6])
+def test_weights_that_are_replaced_between_training_steps_are_no_others(load_loop, fraction):
+    """Each timestep's are looked at when it is a knot's for the first time."""
+
+    def run(replaces):
+        module, model = load_loop("train_grpo_flux"), models.Plain()
+        install(vars(module), config=JaggConfig(frac=1, group_size=3))
+        torch.manual_seed(1)
+        for _ in range(4):
+            args, optimizer = module.make_args(timestep_fraction=fraction), torch.optim.SGD(model.parameters(), lr=0.1)
+            module.train_one_step(args, model, optimizer)
+            if replaces:
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            model.zero_grad()
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_penalty_under_one_autocast_with_the_model_is_no_auxiliary_loss(trains, schedule):
+    """It may be computed from casts of weights that a knot's forward has made."""
+
+    def penalty_s_part(**settings):
+        parts = [trains(models.Plain, under_autocast(penalty), **settings) for penalty in (" + 0.01 * NORM", "")]
+        return parts[0] - parts[1]
+
+    def under_autocast(penalty):
+        norm = "(model.net[0].weight @ model.net[0].weight.T).square().sum()"
+        begins = "context = torch.autocast('cpu', torch.bfloat16); context.__enter__()"
+        return (
+            BEFORE_FORWARD,
+            f"            {begins}\n{BEFORE_FORWARD}",
+            BACKWARD,
+            f"(loss{penalty.replace('NORM', norm)}).backward(); context.__exit__(None, None, None)",
+        )
+
+    expected = penalty_s_part()
+    error = (penalty_s_part(schedule=schedule, self_check=False) - expected).norm() / expected.norm()
+    assert error < 2**-7  # bfloat16's rounding
+
+
+class Reentrant(models.Plain):
+    """A frozen trunk, and a trained branch under reentrant checkpointing whose loss the loop adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.branch = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        self.aux = checkpoint(self.branch, x.detach().requires_grad_(), use_reentrant=True).square().mean()
+        return self.net(x)
+
+
+def test_an_auxiliary_loss_behind_reentrant_checkpointing_stops(trains):
+    stops(partial(trains, Reentrant, WITH_AUX, schedule="sequential", self_check=False), "reaches weights by another way")
+    found, exact = trains(Reentrant, WITH_AUX, schedule="sequential", group_size=2), trains(Reentrant, WITH_AUX)
+    assert_close(found, exact, rtol=1e-5, atol=1e-7)
+
+
+def test_outputs_of_inference_mode_are_taken_where_no_gradient_is_asked_for(trains):
+    class Inferring(models.Plain):
+        def forward(self, x):
+            with torch.inference_mode(not torch.is_grad_enabled()):
+                return self.net(x)
+
+    assert torch.equal(trains(Inferring, schedule="joint"), trains(models.Plain, schedule="joint"))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_wrapper_that_is_made_for_each_call_is_the_same_model(trains, schedule):
+    after = ",\n                timesteps[step"
+    wrapped = f"                model{after}", f"                torch.nn.Sequential(model){after}"
+    assert torch.equal(trains(models.Plain, wrapped, schedule=schedule), trains(models.Plain, schedule=schedule))
+
+
+@pytest.mark.usefixtures("without_contract")
+def test_rows_that_are_of_no_timestep_are_refused(trains):
+    frames = (
+        "    velocity = run_model(transformer, latents, timesteps)\n",
+        "    velocity = run_model(transformer, latents, timesteps).repeat(3, 1)\n"
+        "    latents, pre_latents = latents.repeat(3, 1), pre_latents.repeat(3, 1)\n",
+        "                timesteps[step : step + 1],",
+        "                timesteps[step : step + 1].expand(2),",
+        "                latents[i : i + 1, step],",
+        "                latents[i : i + 1, step].expand(2, 2),",
+        "                latents[i : i + 1, step + 1],",
+        "                latents[i : i + 1, step + 1].expand(2, 2),",
+    )
+    with pytest.raises(JaggError, match="the model output has 6 rows, and the forward was given 2 timesteps"):
+        trains(models.Plain, frames, schedule="joint")
 
 
 CONDITIONED = (

@@ -153,6 +153,26 @@ def model_output(module, loop, step):
     return found[0]
 
 
+def folded(knots, timesteps, grads):
+    """What each knot's output is given, `[B, ...]`: the upstream gradients of a sample's steps between two count at both.
+
+    JAGG's formula, written out. `timesteps` are those of the steps, `[B]` each.
+    """
+    for before, knot, after in zip((None, *knots), knots, (*knots[1:], None), strict=False):
+        total = grads[knot].float()
+        for p in range(len(grads)):
+            t = [None if end is None else timesteps[end] for end in (before, knot, after)]
+            if before is not None and before < p < knot:
+                total = total + by_row((t[0] - timesteps[p]) / (t[0] - t[1]), total) * grads[p].float()
+            if after is not None and knot < p < after:
+                total = total + by_row((timesteps[p] - t[2]) / (t[1] - t[2]), total) * grads[p].float()
+        yield knot, total
+
+
+def by_row(weight, like):
+    return weight.float().reshape(-1, *[1] * (like.ndim - 1))
+
+
 def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):
     """The gradient of one optimizer step that JAGG should give, from the `steps` of the unpatched trainer.
 
@@ -165,6 +185,12 @@ def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):
     exact = range(sum(map(len, groups)), n_visited)
     for start in range(0, len(steps), n_visited):
         sample = sorted(steps[start : start + n_visited], key=lambda step: loop.index(step["arguments"]))
+        if config.has_knots:
+            timesteps = [loop.timesteps(step["arguments"]) for step in sample]
+            for knot, grad in folded(config.knots_at, timesteps, [step["grad"] for step in sample]):
+                output = model_output(module, loop, sample[knot])
+                output.backward(grad.to(output.dtype))
+            continue
         for group in [*groups, *([position] for position in exact)]:
             members = [sample[position] for position in group]
             group_backward(

@@ -22,7 +22,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from engines import LEARNING_RATE
 from matrix import ENGINES, GROUPS, KNOT_RUNS, KNOTS, N_SAMPLES, N_VISITED, PAIRED, PATCHED
-from observe import Loop, model_output, recorded_steps, self_checks
+from observe import Loop, folded, model_output, recorded_steps, self_checks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 from jagg_patch import JaggConfig, install
@@ -158,23 +158,12 @@ def train(cell, engine):
 
 
 def exact_backwards(sets, steps):
-    """`(step, upstream gradient)` of the exact backwards that the recorded `steps` come to: JAGG's formula, written out.
-
-    `sets` are knots among a sample's visited steps: of each, the steps between two count at both.
-    """
+    """`(step, upstream gradient)` of the exact backwards that the recorded `steps` come to, under `sets` of a sample's knots."""
     for start in range(0, len(steps), N_VISITED):
         sample = sorted(steps[start : start + N_VISITED], key=lambda step: int(step["arguments"]["i"]))
-        t = [float(step["arguments"]["timesteps"]) for step in sample]
+        timesteps = [step["arguments"]["timesteps"] for step in sample]
         for knots in sets:
-            for before, knot, after in zip((None, *knots), knots, (*knots[1:], None), strict=False):
-                grad = sample[knot]["grad"].float()
-                if before is not None:
-                    for p in range(before + 1, knot):
-                        grad = grad + (t[before] - t[p]) / (t[before] - t[knot]) * sample[p]["grad"].float()
-                if after is not None:
-                    for p in range(knot + 1, after):
-                        grad = grad + (t[p] - t[after]) / (t[knot] - t[after]) * sample[p]["grad"].float()
-                yield sample[knot], grad
+            yield from ((sample[n], grad) for n, grad in folded(knots, timesteps, [step["grad"] for step in sample]))
 
 
 def reference(passes, engine):

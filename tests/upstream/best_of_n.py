@@ -27,6 +27,7 @@ CONFIGS = {
     "off": JaggConfig(enabled=False),
     "W=3": JaggConfig(group_size=3, frac=1, self_check=False),
     "W=4": JaggConfig(frac=1, self_check=False),
+    "knots": JaggConfig(knots_at="0,4,7,8", self_check=False),
 }
 SKIPS = JaggConfig(frac=1, skip_forwards=True, self_check=False)
 
@@ -83,7 +84,7 @@ def main(checkout, out):
 
     restore()
     first_window = records["unpatched"]["steps"][: ARGS["gradient_accumulation_steps"] * N_VISITED]
-    for cell in ("W=3", "W=4"):
+    for cell in ("W=3", "W=4", "knots"):
         expected = oracle_gradient(trainer, transformer, first_window, N_VISITED, CONFIGS[cell])
         records[cell]["oracle_error"] = relative_error(records[cell]["gradients"][0], expected)
     for record in records.values():

@@ -54,6 +54,8 @@ CELLS = {
     "W=2": ({}, dict(group_size=2, frac=1, schedule="joint")),
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
     "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
+    "knots": ({}, dict(knots_at="0,4,7,8", schedule="joint")),
+    "knots skip": ({}, dict(knots_at="0,4,7,8", schedule="joint", skip_forwards=True)),
     "W=4 skip": ({}, dict(frac=1, schedule="joint", skip_forwards=True)),
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
     "default, checked": ({}, dict(self_check=True)),
@@ -62,7 +64,7 @@ CELLS = {
     "twice": (dict(timestep_fraction=0.6), {}, 2),  # 5 steps: 3, then 2 exact
     "twice probed": (dict(timestep_fraction=0.6), dict(probe_every=1, log="twice.jsonl"), 2),
 }
-ORACLES = {"W=2": "unpatched", "W=3": "unpatched", "W=4": "unpatched", "default": "unpatched", "fraction W=4": "fraction"}
+ORACLES = dict.fromkeys(("W=2", "W=3", "W=4", "knots", "default"), "unpatched") | {"fraction W=4": "fraction"}
 
 
 def in_trajectory_order(namespace, n_visited):

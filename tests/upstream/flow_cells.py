@@ -71,6 +71,7 @@ CELLS = {
     "W=3": ({}, dict(group_size=3, frac=1, schedule="joint")),  # 9 steps: 3 + 3 + 3
     "W=4": ({}, dict(frac=1, schedule="joint")),  # 9 steps: 5 + 4
     "default": ({}, {}),  # 9 steps: 5, then 4 exact; sequential, as always before the third optimizer step
+    "knots": ({}, dict(knots_at="0,4,7,8")),
     "default, checked": ({}, dict(self_check=True)),
     "no KL unpatched": ({"train.beta": 0.0}, None),
     "no KL W=2": ({"train.beta": 0.0}, dict(group_size=2, frac=1, schedule="joint")),
@@ -95,6 +96,7 @@ WINDOW_CELLS = {
     "window 4 unpatched": ({"sample.sde_window_size": 4}, None),
     "window 4 W=2": ({"sample.sde_window_size": 4}, dict(group_size=2, frac=1, schedule="joint")),  # 2 + 2
     "window 4 default": ({"sample.sde_window_size": 4}, {}),
+    "window 4 knots": ({"sample.sde_window_size": 4}, dict(knots_at="0,2,3")),
     "window 2 unpatched": ({"sample.sde_window_size": 2}, None),
     "window 2 default": ({"sample.sde_window_size": 2}, {}),
     "window 0 unpatched": ({"sample.sde_window_size": 0}, None),

@@ -36,6 +36,8 @@ CELLS = {
     "twice unpatched": (TWICE, None),
     "twice W=3 joint": (TWICE, dict(group_size=3, frac=1, schedule="joint")),
     "twice W=3 sequential": (TWICE, dict(group_size=3, frac=1, schedule="sequential")),
+    "twice knots joint": (TWICE, dict(knots_at="0,4,7,8", schedule="joint")),
+    "twice knots sequential": (TWICE, dict(knots_at="0,4,7,8", schedule="sequential")),
     "full unpatched": (FULL, None),
     "full W=3 joint": (FULL, dict(group_size=3, frac=1, schedule="joint")),
     "full W=3 sequential": (FULL, dict(group_size=3, frac=1, schedule="sequential")),

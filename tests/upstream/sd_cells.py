@@ -24,6 +24,7 @@ from skips import comparison, refusals
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
+from jagg_patch.method.plan import Group, places
 
 # Two prompts, two samples each, in two batches, one optimizer step a pass. The clip is wide: upstream's 1e-4 is below the
 # rounding of the latents. Nothing is learned, so that the gradient of a later pass can be compared.
@@ -57,6 +58,7 @@ PATCHED = {
     "all W=2": dict(group_size=2, frac=1, schedule="joint"),
     "all W=3": dict(group_size=3, frac=1, schedule="joint"),  # 3 + 3 + 3
     "all W=4": dict(frac=1, schedule="joint"),  # 5 + 4
+    "all knots": dict(knots_at="0,4,7,8"),
     "all default": {},  # 5, then 4 exact
     "all default, checked": dict(self_check=True),
     "twice W=2": dict(group_size=2, frac=1),  # 2 + 2 + 1
@@ -137,6 +139,7 @@ def backward_of_batch(unet, record, start):
             lambda j, v_hat: (grads[positions[j]] * v_hat).sum(),
             timesteps[list(positions)],
             config,
+            [knot - positions[0] for knot in positions.knots] if isinstance(positions, Group) else None,
         )
 
     return backward
@@ -154,7 +157,7 @@ def oracle_gradients(unet, record, config):
     """The gradient of each pass that JAGG should give, from what the unpatched trainer did, averaged over the ranks."""
     n_batches, n_visited = record["timesteps"].shape[1:3]
     groups = plan_groups(n_visited, config)
-    exact = [[position] for position in range(sum(map(len, groups)), n_visited)]
+    exact = [[place.position] for place in places(n_visited, groups) if place.is_exact]
     gradients = []
     for start in range(0, len(record["calls"]), n_visited):
         backward = backward_of_batch(unet, record, start)

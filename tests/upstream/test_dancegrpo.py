@@ -19,6 +19,7 @@ from probes import check_log, check_passes, probe_passes, read_log, wandb_histor
 from skips import check_refused, check_skipped
 
 from jagg_patch import __version__
+from jagg_patch.method.placement import best_knots
 
 require_dancegrpo()
 
@@ -70,7 +71,7 @@ def test_the_order_of_steps_does_not_matter_to_the_exact_gradient(cells):
         assert ordered["exact_error"] <= 1e-6
 
 
-@pytest.mark.parametrize("cell", ["W=2", "W=3", "W=4", "default", "fraction W=4"])
+@pytest.mark.parametrize("cell", ["W=2", "W=3", "W=4", "knots", "default", "fraction W=4"])
 def test_the_gradient_is_group_backward_s(cells, cell):
     assert cells[1][0][cell]["oracle_error"] <= 1e-6
 
@@ -91,7 +92,8 @@ def test_groups_of_two_are_exact_and_larger_ones_are_not(cells):
 
 @pytest.mark.parametrize(
     ("cell", "passes", "autograd_calls"),
-    [("unpatched", 9, 9), ("W=2", 9, 5), ("W=3", 6, 3), ("W=4", 4, 2), ("default", 6, 6), ("fraction W=4", 2, 1)],
+    [("unpatched", 9, 9), ("W=2", 9, 5), ("W=3", 6, 3), ("W=4", 4, 2), ("default", 6, 6), ("fraction W=4", 2, 1)]
+    + [("knots", 4, 3)],  # the first two together
 )
 def test_backward_passes_and_all_gathers_are_the_planned_ones(cells, cell, passes, autograd_calls):
     name, ranks = cells
@@ -103,12 +105,14 @@ def test_backward_passes_and_all_gathers_are_the_planned_ones(cells, cell, passe
 
 def test_the_random_numbers_are_the_unpatched_run_s(cells):
     for records in cells[1]:
-        for cell in ("W=2", "W=3", "W=4", "default", "sorted"):
+        for cell in ("W=2", "W=3", "W=4", "knots", "default", "sorted"):
             assert torch.equal(records[cell]["rng"], records["unpatched"]["rng"])
 
 
 @pytest.mark.parametrize(
-    ("cell", "forwards"), [("W=4 skip", 5), ("default skip", 2), ("fraction W=4 skip", 3), ("windows W=4 skip", 5)]
+    ("cell", "forwards"),
+    [("W=4 skip", 5), ("default skip", 2), ("fraction W=4 skip", 3), ("windows W=4 skip", 5)]
+    + [("knots skip", 3 + 1)],  # all but the two of the first gap, and of the second one's four all but three
 )
 def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(cells, cell, forwards):
     """Of groups of five and four: all but two, sequentially all but three. The first sample runs its own to compare.
@@ -225,6 +229,9 @@ def script_arguments(script, data, out):
     return words
 
 
+KNOTS_FLAGS = "--timestep_fraction 1".split()
+
+
 @pytest.fixture(scope="module")
 def main_runs(dancegrpo, tmp_path_factory):
     """`{name: (what it printed, what was seen on each rank)}` of the script: unpatched, patched and off, patched and on.
@@ -243,6 +250,7 @@ def main_runs(dancegrpo, tmp_path_factory):
         ("off", patched, {"JAGG_ENABLED": "0", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": "log/off.jsonl"}, []),
         ("on", patched, {}, []),
         ("auto", patched, {}, auto),
+        ("knots", patched, {"JAGG_KNOTS": "4", "JAGG_SELF_CHECK": "0", "JAGG_LOG": "log/knots.jsonl"}, KNOTS_FLAGS),
     ):
         out = top / name
         (out / "images").mkdir(parents=True)
@@ -275,6 +283,9 @@ def test_wandb_gets_the_settings(main_runs):
         "jagg_group_size": 4,
         "jagg_frac": 0.6,
         "jagg_cuts": (),
+        "jagg_knots": "",
+        "jagg_knots_at": (),
+        "jagg_knots_cosine": 0.98,
         "jagg_schedule": "auto",
         "jagg_aggregation": "interpolate",
         "jagg_skip_forwards": False,
@@ -293,6 +304,21 @@ def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
         for rank in main_runs[1][name][1]:
             assert rank["passes"] == samples * passes + checks * check_passes(5, is_own=True)
         assert "no self-check" not in main_runs[1][name][0]
+
+
+def test_the_script_trains_all_steps_with_four_backward_passes(main_runs):
+    """The places are those of the rule by the script's own noise levels, and then by what was measured."""
+    patched, runs = main_runs
+    printed, seen = runs["knots"]
+    assert printed.count("knots 4, aggregation interpolate, schedule auto") == 1
+    assert "15 of 15 steps visited, in trajectory order: 4 with a backward pass of their own, 11 between them" in printed
+    assert "update 60 -> 27 (2.22x), with sampling 76 -> 43 (1.77x)" in printed
+    records = read_log(patched.parent / "knots/log/knots.jsonl")
+    for rank in seen:
+        assert rank["passes"] == 2 * 2 * 2 * 4
+    shifted = [3 * s / (1 + 2 * s) for s in (1 - step / 16 for step in range(15))]  # upstream's --shift 3
+    assert records[0]["knots"] == list(best_knots(4, [int(1000 * sigma) for sigma in shifted]))
+    assert all(len(record["knots"]) == 4 and record["knots"][0] == 0 and record["knots"][-1] == 14 for record in records)
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):

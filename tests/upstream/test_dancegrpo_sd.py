@@ -92,7 +92,7 @@ def test_larger_groups_do_not(cells):
 
 @pytest.mark.parametrize(
     ("cell", "limit"),
-    [(f"all {plan}", 1e-12) for plan in ("W=2", "W=3", "W=4", "default")]
+    [(f"all {plan}", 1e-12) for plan in ("W=2", "W=3", "W=4", "knots", "default")]
     + [("twice W=2", 1e-12), ("twice W=4", 1e-12), ("unguided W=4", 1e-6), ("bf16 W=4", 1e-6)],
 )
 def test_the_gradient_is_group_backward_s_averaged_over_the_ranks(cells, cell, limit):
@@ -109,7 +109,7 @@ def test_the_ranks_have_the_same_gradient_and_weights(cells):
 
 @pytest.mark.parametrize(
     ("cell", "passes"),
-    [("all", [9]), ("all W=2", [9]), ("all W=3", [6]), ("all W=4", [4]), ("all default", [6])]
+    [("all", [9]), ("all W=2", [9]), ("all W=3", [6]), ("all W=4", [4]), ("all knots", [4]), ("all default", [6])]
     + [("twice", [5, 5]), ("twice W=2", [5, 5]), ("twice W=4", [2, 2]), ("bf16 W=4", [4])],
 )
 def test_backward_passes_are_the_planned_ones_and_done_when_the_optimizer_steps(cells, cell, passes):

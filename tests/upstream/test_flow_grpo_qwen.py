@@ -26,6 +26,7 @@ PASSES = {
     "window 4 unpatched": (4, 4),
     "window 4 W=2": (4, 2),
     "window 4 default": (2, 2),
+    "window 4 knots": (3, 3),
     "window 2 unpatched": (2, 2),
     "window 2 default": (2, 2),
     "window 0 unpatched": (9, 9),
@@ -58,7 +59,7 @@ def test_off_is_bit_identical(ranks, cell):
 
 
 def test_the_gradient_is_group_backward_s(ranks):
-    errors = {cell: record["oracle_error"] for cell, record, _ in pairs(ranks, "W=2", "W=3", "W=4", "default")}
+    errors = {cell: record["oracle_error"] for cell, record, _ in pairs(ranks, "W=2", "W=3", "W=4", "knots", "default")}
     assert len(errors) >= 16 and max(errors.values()) <= 1e-6, errors
 
 

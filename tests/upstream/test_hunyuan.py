@@ -31,7 +31,7 @@ def test_off_is_bit_identical(records):
         assert torch.equal(records["off"][what], records["unpatched"][what])
 
 
-@pytest.mark.parametrize("cell", ["W=3", "W=4"])
+@pytest.mark.parametrize("cell", ["W=3", "W=4", "knots"])
 def test_the_same_samples_are_trained_in_the_same_order(records, cell):
     unpatched = in_trajectory_order(records["unpatched"])
     assert unpatched.shape[:2] == (N_SAMPLES, N_VISITED)
@@ -40,13 +40,13 @@ def test_the_same_samples_are_trained_in_the_same_order(records, cell):
     assert not torch.equal(in_trajectory_order(records["every draw sorted"]), unpatched)
 
 
-@pytest.mark.parametrize("cell", ["W=3", "W=4"])
+@pytest.mark.parametrize("cell", ["W=3", "W=4", "knots"])
 def test_each_sample_s_steps_are_visited_in_trajectory_order(records, cell):
     assert torch.equal(records[cell]["order"], torch.arange(N_VISITED).expand(N_SAMPLES, -1))
     assert not torch.equal(records["unpatched"]["order"], records[cell]["order"])
 
 
-@pytest.mark.parametrize("cell", ["W=3", "W=4"])
+@pytest.mark.parametrize("cell", ["W=3", "W=4", "knots"])
 def test_the_first_optimizer_step_s_gradient_is_group_backward_s_for_the_first_samples(records, cell):
     assert records[cell]["oracle_error"] <= 1e-6
 

@@ -300,7 +300,8 @@ def test_wandb_gets_the_settings(main_runs):
 
 def test_the_script_s_backward_passes_are_the_planned_ones(main_runs):
     samples = 2 * 2 * 2  # prompts x generations x training steps
-    for name, passes, checks in (("unpatched", 9, 0), ("off", 9, 0), ("on", 2 + 4, 2)):  # sequential, and joint
+    n_checks = 2 * 2  # sequential and joint, with the rollout's weights and after an optimizer step
+    for name, passes, checks in (("unpatched", 9, 0), ("off", 9, 0), ("on", 2 + 4, n_checks)):
         for rank in main_runs[1][name][1]:
             assert rank["passes"] == samples * passes + checks * check_passes(5, is_own=True)
         assert "no self-check" not in main_runs[1][name][0]

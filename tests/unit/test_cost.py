@@ -1,5 +1,6 @@
 """The cost model gives the published arithmetic."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from jagg_patch import JaggConfig, plan_groups
 from jagg_patch.method.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
-from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, Group, forwards_a_group
+from jagg_patch.method.plan import ENDPOINTS_FIRST, LOOK_AHEAD, Group, forwards_a_group, groups_of
 from jagg_patch.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,29 @@ def test_skipped_forwards_cost_8_units_a_group_with_both_endpoints_first_and_9_w
         groups = [Group((0, size - 1))]
         assert update_cost(size, groups, forwards_a_group=ENDPOINTS_FIRST) == 8
         assert update_cost(size, groups, forwards_a_group=LOOK_AHEAD) == 9
-    assert forward_passes(3, [range(3)], LOOK_AHEAD) == forward_passes(3, [range(3)]) == 3
-    assert forward_passes(2, [range(2)], ENDPOINTS_FIRST) == 2
+    assert forward_passes(3, [Group((0, 2))], LOOK_AHEAD) == forward_passes(3, [Group((0, 2))]) == 3
+    assert forward_passes(2, [Group((0, 1))], ENDPOINTS_FIRST) == 2
+
+
+def test_from_knot_to_knot_forwards_are_skipped_as_in_a_group():
+    """15 steps; in joint the first two knots run together, and from the second to the third one looks ahead."""
+    groups = groups_of((0, 10, 13, 14))
+    assert backward_passes(15, groups) == 4
+    assert forward_passes(15, groups, ENDPOINTS_FIRST) == 15 - (11 - 2) - (4 - 3) == 5
+    assert forward_passes(15, groups, LOOK_AHEAD) == 15 - (11 - 3) - (4 - 3) == 6
+    assert update_cost(15, groups) == 15 + 4 * 3 == 27
+
+
+def test_the_readme_s_row_of_knots_is_the_cost_model_s():
+    """Wherever the four are: two gaps of eleven steps between, of which one is run together."""
+    (row,) = re.findall(r"4 knots.*?\|(.*)\|", README.read_text())
+    for groups in (plan_groups(15, JaggConfig(knots=4)), groups_of((0, 10, 13, 14))):
+        found = []
+        for forwards in (None, ENDPOINTS_FIRST):
+            for sampled in (0, 16):
+                before, after = (training_step_cost(15, sampled, plan, forwards_a_group=forwards) for plan in ((), groups))
+                found.append(f"{before:g} → {after:g}, {before / after:.2f}x")
+        assert [cell.strip() for cell in row.split("|")] == found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,45 @@ def test_on_the_chord_the_error_falls_with_the_square_of_the_span():
     assert fine <= 0.1 * coarse  # spans 20 times smaller: 0.05, and room for O(h²)
     ends_only = relative_error(jagg(model, loss, *groups[-1], "endpoints"), exact(model, loss, *groups[-1]))
     assert ends_only > 0.1  # what the ablation drops doesn't shrink
+
+
+def many(n_steps, span, noise=0.0):
+    """As `group`, of evenly spaced steps."""
+    generator = torch.Generator().manual_seed(1)
+    alpha = torch.linspace(0, 1, n_steps, dtype=torch.float64)[:, None].expand(n_steps, B)
+    start, direction = torch.randn(2, B, C, dtype=torch.float64, generator=generator)
+    off = torch.randn(n_steps, B, C, dtype=torch.float64, generator=generator)
+    return 0.9 - span * alpha, start - span * alpha[..., None] * direction + noise * off
+
+
+def with_knots(model, loss, t, z, knots):
+    return gradient(model, lambda: group_backward(lambda j: model(z[j], t[j]), loss, t, knots=knots))
+
+
+def test_the_error_of_a_set_of_knots_is_the_sum_over_its_gaps():
+    t, z = many(9, span=0.5, noise=0.3)
+    model, loss, knots = Smooth(), losses(9), (0, 4, 6, 8)
+    found = exact(model, loss, t, z) - with_knots(model, loss, t, z, knots)
+    total = 0
+    for first, last in pairwise(knots):
+        steps = slice(first, last + 1)
+        total = total + exact(model, lambda j, v, first=first: loss(first + j, v), t[steps], z[steps])
+        total = total - jagg(model, lambda j, v, first=first: loss(first + j, v), t[steps], z[steps])
+    assert found.norm() > 1e-4
+    assert relative_error(found, total) <= 1e-11
+
+
+def test_on_the_chord_the_error_falls_with_the_square_of_the_number_of_gaps():
+    """Of 65 evenly spaced steps with losses alike. Σ α(1-α) over a gap's m steps is (m² - 1) / 6m, and there are 64 / m."""
+    model, one_loss, (t, z) = Smooth(), losses(), many(65, span=0.1)
+
+    def loss(j, v):
+        return one_loss(0, v)
+
+    lengths, expected = [32, 16, 8, 4], exact(model, loss, t, z)
+    errors = [relative_error(with_knots(model, loss, t, z, range(0, 65, m)), expected) for m in lengths]
+    for m, error in zip(lengths, errors, strict=True):
+        assert error / errors[0] == pytest.approx((m**2 - 1) / (32**2 - 1), rel=0.05)
 
 
 def test_off_the_chord_the_error_of_a_smooth_model_grows_in_proportion_to_the_noise():

@@ -13,9 +13,11 @@ from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, group_backward, install, plan_groups
 from jagg_patch.evidence.placement import Placement, noise_levels, same_on_all
+from jagg_patch.install import require_placement
 from jagg_patch.method.folding import fold, shares
 from jagg_patch.method.placement import best_knots, cost_of, expected_sigmas
 from jagg_patch.method.plan import Group, groups_of, knots_of, passes, places
+from jagg_patch.trainers import TRAINERS
 
 FLUX = "train_grpo_flux"
 
@@ -387,3 +389,36 @@ def test_what_the_probe_finds_is_the_cosine_of_the_first_sample_s_gradient(load_
     jagg, exact = gradients
     assert row["cosine"] == pytest.approx(torch.cosine_similarity(jagg, exact, dim=0).item(), abs=1e-5)
     assert row["relative_error"] == pytest.approx(((jagg - exact).norm() / exact.norm()).item(), abs=1e-4)
+
+
+# -- trainers
+
+
+def windowed(size):
+    sample, train = SimpleNamespace(sde_window_size=size, num_steps=10), SimpleNamespace(timestep_fraction=1.0)
+    return SimpleNamespace(sample=sample, train=train)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "knots"),
+    [
+        ("train_sd3_fast", windowed(5), 3),
+        ("train_sd3_fast", windowed(5), "auto"),
+        ("train_grpo_sd", SimpleNamespace(sample=SimpleNamespace(num_steps=10), train=SimpleNamespace(timestep_fraction=1.0)), 4),
+    ],
+)
+def test_where_noise_levels_are_not_known_ahead_knots_are_named(trainer, settings, knots):
+    n_visited = TRAINERS[trainer].steps(settings).visited
+    for config in (JaggConfig(knots=knots, probe_every=1), JaggConfig(knots_at=(0, n_visited - 1)), JaggConfig()):
+        if config.knots:
+            with pytest.raises(JaggError, match="knots can't be placed: .*\nname those of the") as error:
+                require_placement(TRAINERS[trainer], config, settings)
+            assert len(str(error.value).splitlines()) == 2
+        else:
+            require_placement(TRAINERS[trainer], config, settings)
+
+
+@pytest.mark.parametrize("knots", [2, 5, 9])
+def test_where_there_is_nothing_to_place_a_window_takes_a_number(knots):
+    require_placement(TRAINERS["train_sd3_fast"], JaggConfig(knots=knots), windowed(5))
+    require_placement(TRAINERS["train_sd3_fast"], JaggConfig(knots=3), windowed(0))

@@ -86,6 +86,22 @@ class Probe:
             total = total - (rollout.advantages[chosen] * ratio).sum()
         return total / len(steps)
 
+    def steps(self, rollout, steps, eta, shift):
+        """Timesteps, model outputs with their graphs and upstream gradients of the visited `steps` `[k, B]`: k of each."""
+        sigmas = self.sigmas(shift)
+        timesteps = torch.tensor([int(sigma * 1000) for sigma in sigmas[:-1]])[steps]
+        outputs = [self.forward(rollout, *where) for where in zip(steps, timesteps, strict=True)]
+        upstream_grads = []
+        for output, step in zip(outputs, steps, strict=True):
+            v_hat = output.detach().requires_grad_()
+            upstream_grads += torch.autograd.grad(self.loss(v_hat, rollout, step, eta, sigmas), v_hat)
+        return timesteps, outputs, upstream_grads
+
+    def vjp(self, outputs, grads):
+        """The gradient `[P]` of the weights, of `outputs` whose graphs are kept."""
+        found = torch.autograd.grad(outputs, self.parameters, grads, retain_graph=True, materialize_grads=True)
+        return torch.cat([grad.flatten() for grad in found])
+
     def gradients(self, rollout, steps, eta, shift, groups):
         """The gradient of each position of the trajectory, and of each group as JAGG has it.
 
@@ -97,18 +113,10 @@ class Probe:
         Returns:
             The exact gradients `[k, P]`, and `{(group, aggregation): gradient [P]}`.
         """
-        sigmas = self.sigmas(shift)
-        timesteps = torch.tensor([int(sigma * 1000) for sigma in sigmas[:-1]])[steps]
-        outputs = [self.forward(rollout, *where) for where in zip(steps, timesteps, strict=True)]
-        upstream_grads = []
-        for output, step in zip(outputs, steps, strict=True):
-            v_hat = output.detach().requires_grad_()
-            upstream_grads += torch.autograd.grad(self.loss(v_hat, rollout, step, eta, sigmas), v_hat)
+        timesteps, outputs, upstream_grads = self.steps(rollout, steps, eta, shift)
 
         def vjp(positions, grads):
-            ends = [outputs[position] for position in positions]
-            found = torch.autograd.grad(ends, self.parameters, grads, retain_graph=True, materialize_grads=True)
-            return torch.cat([grad.flatten() for grad in found])
+            return self.vjp([outputs[position] for position in positions], grads)
 
         exact = torch.stack([vjp([position], [grad]) for position, grad in enumerate(upstream_grads)])
         grouped = {}

@@ -31,7 +31,7 @@ class Placement(Watcher):
         if self.is_auto and not config.probe_every:
             raise JaggError("knots=auto follows the probe, and probe_every is 0\nset JAGG_PROBE_EVERY too, to 10 say")
         self._config, self._say, self._probe = config, say, probe
-        self._places = config.enabled and not config.knots_at
+        self._places = config.enabled and not config.knots_at and config.knots != 2  # which have their places
         self._n_knots = self._wish = None  # under auto; what the probe before would have had
         self._knots = ()  # of the present update; () before the first one
         self._sigmas = self._sizes = None  # of each visited step, the same on every rank

@@ -57,7 +57,7 @@ class Probe(Watcher):
             if len(step.indices) > 1 and not session.order.routes:
                 raise JaggError(
                     "the probe can't sort the steps of a batch whose samples have their own orders, if nothing is grouped\n"
-                    "set JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY"
+                    "set JAGG_FRAC above 0 (or fewer JAGG_KNOTS), or unset JAGG_PROBE_EVERY"
                 )
         self.begin(self._stats.training_steps + 1, session.order.n_visited)
 

@@ -24,6 +24,7 @@ class KeptForward:
 
     versions: of what else it might change.
     output: what the model gave, `[B, ...]`. upstream_grad: its loss's s_j, once that has come.
+    was_run: whether it has been, or its output been estimated.
     """
 
     visit: object
@@ -34,6 +35,7 @@ class KeptForward:
     settings: list
     output: torch.Tensor | None = None
     upstream_grad: torch.Tensor | None = None
+    was_run: bool = True
 
     @classmethod
     def of(cls, visit):

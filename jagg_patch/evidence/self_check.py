@@ -37,7 +37,7 @@ class SelfCheck(Watcher):
         self._say = say
         self._model = None  # as soon as one has been seen
         self._has_asked = self._has_said = False  # whether an optimizer of its weights has stepped, and that none has
-        self._has_moved = False  # in this update: what a model keeps from its rollout may be out of date
+        self._has_moved = False  # since the rollout, from which a model may keep what is out of date then
         self.seconds = 0.0
         self.is_measuring = False
         self._drop()
@@ -51,10 +51,13 @@ class SelfCheck(Watcher):
     def forget(self, session):
         self._drop()
 
+    def rollout_begins(self, session):
+        self._has_moved = False  # on every rank, also one that leaves out all its samples
+
     def update_begins(self, session, step):
         self._drop()
         self.seconds = 0.0
-        self._model, self._has_moved = step.model, False
+        self._model = step.model
         if self._is_on and session.order.groups and self._why_not is None:
             self._why_not = engine_of(step.model).no_replay  # the same on every rank, also one that leaves out a whole sample
 
@@ -62,6 +65,7 @@ class SelfCheck(Watcher):
         is_over = not self._is_on or self._why_not is not None or self._is_checked(session, visit.step.model)
         if is_over or self._group is not None or compares(session, session.group):
             return
+        self._model = visit.step.model  # of an update's models, the first that hasn't been checked
         self._group, self._where, self._way = session.group, visit.where, self._way_now(session)
         self._parameters = session.group.engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
@@ -70,6 +74,10 @@ class SelfCheck(Watcher):
     def step_begins(self, session, visit):
         if self._is_ours(session):
             self._forwards.append(KeptForward.of(visit))
+
+    def forwards_skipped(self, session, n):
+        if self._is_ours(session) and n > 0:
+            self._forwards[-1].was_run = False
 
     def _is_ours(self, session):
         return self._group is not None and session.group is self._group
@@ -107,7 +115,7 @@ class SelfCheck(Watcher):
                 "it would train: run with JAGG_SELF_CHECK=0"
             )
         self._check_at(session, optimizer)
-        self._has_moved |= session.in_update and is_of(optimizer, self._model)
+        self._has_moved |= self._model is not None and is_of(optimizer, self._model)
 
     def _check_at(self, session, optimizer):
         if not self._is_on or not session.order.groups or self._is_checked(session, self._model):
@@ -207,13 +215,18 @@ class SelfCheck(Watcher):
             error = relative(sum(_exchanged(run_as_trained)), size)
         if not all(same):
             raise _CannotCheck("a forward gives something else when it is run again: it goes by what is set elsewhere")
-        everyone = _exchanged(lambda: self._between(session, between, weights[0], rounding(low), aside))
+        looked_at = knots[1:] if session.skipping.is_on else ()  # without a graph, before their own turn
+        everyone = _exchanged(lambda: self._between(session, between, looked_at, weights[0], rounding(low), aside))
         other, adds, differs = (next(filter(None, values), None) for values in zip(*everyone, strict=True))
         return {"error": error, "own_error": own_error, "is_low": low, "other": other, "adds": adds, "differs": differs}
 
-    def _between(self, session, between, weights, same, aside):
+    def _between(self, session, between, looked_at, weights, same, aside):
         """Which steps between use other weights, add a gradient to a backward that is given zeros, or go by the grad mode."""
         other = adds = differs = None
+        for forward in looked_at:
+            with torch.no_grad():
+                if not forward.was(forward.run(session), same):
+                    differs = differs or forward.visit.where
         for forward in between:
             output = forward.run(session)
             if weights_reached(output) != weights:
@@ -221,7 +234,7 @@ class SelfCheck(Watcher):
             was_same = forward.backward_from(output, torch.zeros_like(output), aside, same)
             if any(bool((gradient.abs() > 0).any()) for gradient in aside.take().values()):
                 adds = adds or forward.visit.where
-            if not was_same and not session.skipping.is_on:  # where it was estimated
+            if forward.was_run and not was_same:
                 with torch.no_grad():
                     if not forward.was(forward.run(session), same):
                         raise ValueError("it gives something else when it is run again")

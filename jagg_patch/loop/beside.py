@@ -6,6 +6,7 @@ the knots alone: at the steps between it is a constant, and its gradient would b
 
 import functools
 import threading
+from bisect import bisect
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -71,7 +72,8 @@ class Beside(Watcher):
     def _is_of_a_forward(self, node):
         """Whether `node` was made in the forward of a knot."""
         number = node._sequence_nr()
-        return any(first < number < last for first, last in self._spans)
+        last = bisect(self._spans, (number,)) - 1  # which begins before it: they come one after the other
+        return last >= 0 and number < self._spans[last][1]
 
     def _begin(self, visit):
         if visit.place.is_knot and not visit.place.is_exact:

@@ -346,6 +346,13 @@ def test_auto_takes_the_fewest_that_keep_the_cosine():
     assert after(n3=0.95, n4=0.97, n5=0.99) == 5
 
 
+def test_two_knots_have_their_places():
+    """Also where each rank trains a window of its own."""
+    placement = Placement(JaggConfig(knots=2))
+    placement.comes_to(SimpleNamespace(order=None), None)  # which it doesn't look at
+    assert placement.groups(5) == (Group((0, 4)),)
+
+
 @pytest.mark.parametrize("levels", [[3.0, 2.0, 0.0], [1.0, 2.0, 3.0], [3.0, 3.0, 1.0]])
 def test_timesteps_that_do_not_fall_have_no_places(levels):
     step = SimpleNamespace(indices=[0], timesteps_at=lambda indices: torch.tensor([levels[index] for index in indices]))

@@ -1,5 +1,6 @@
 """The self-check finds models whose backward doesn't wait, and changes nothing."""
 
+import re
 from functools import partial
 
 import models
@@ -82,19 +83,27 @@ class Caching(models.Plain):
         return self.net(x) + self.kept
 
 
-@pytest.mark.parametrize("schedule", ["joint", "sequential"])
-def test_a_cache_that_is_older_than_the_weights_is_found(load_loop, schedule):
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        ({"schedule": "joint"}, 1),
+        ({"schedule": "sequential"}, 1),
+        ({"schedule": "sequential", "skip_forwards": True}, 4),  # the group's last, which has been looked at before
+        ({"schedule": "joint", "skip_forwards": True, "knots_at": "0,2,4,14"}, 2),  # a short gap, and then its step between
+    ],
+)
+def test_a_cache_that_is_older_than_the_weights_is_found(load_loop, settings, step):
     """Until the first optimizer step after a rollout it is right."""
     begins = "    with torch.no_grad():\n        latents, log"
     emptied = begins, f"    model.kept = None\n{begins}"
     module, model = load_loop(FLUX, *emptied), Caching()
-    install(vars(module), config=JaggConfig(schedule=schedule))
+    install(vars(module), config=JaggConfig(**settings))
     optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     torch.manual_seed(1)
-    args = module.make_args(n_samples=3, gradient_accumulation_steps=1)
+    args = module.make_args(n_samples=4, gradient_accumulation_steps=1)
     with pytest.raises(JaggError, match="gives something else where no gradient is asked for") as error:
         module.train_one_step(args, model, optimizer)
-    assert str(error.value).startswith("sample 1, visited step 1 ")
+    assert re.match(f"sample [12], visited step {step} ", str(error.value))
 
 
 def test_each_model_of_a_run_is_checked(load_loop):
@@ -104,6 +113,19 @@ def test_each_model_of_a_run_is_checked(load_loop):
     module.train_one_step(module.make_args(), *with_optimizer(models.Plain()))
     with pytest.raises(JaggError, match="with each backward right after its forward"):
         module.train_one_step(module.make_args(), *with_optimizer(models.RankMask()))
+
+
+@pytest.mark.usefixtures("without_contract")
+def test_each_model_of_an_update_is_checked(load_loop):
+    """In the second training step: two that are trained together, the group cut between them."""
+    module = load_loop(FLUX, "                model,\n", "                model if int(step) < 7 else args.other,\n")
+    install(vars(module), config=JaggConfig(schedule="joint", frac=1, cuts=(7,)))
+    first, second = models.Plain(), models.RankMask()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.0)
+    args = module.make_args(other=second)
+    module.train_one_step(args, first, optimizer)
+    with pytest.raises(JaggError, match="sample 0, visited step 7 .*with each backward right after its forward"):
+        module.train_one_step(args, first, optimizer)
 
 
 def with_optimizer(model):

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jagg_patch import group_backward, plan_groups
 from jagg_patch.evidence.self_check import SelfCheck
+from jagg_patch.method.plan import passes
 
 
 class Observer:
@@ -169,6 +170,13 @@ def folded(knots, timesteps, grads):
         yield knot, total
 
 
+def calls(groups, config):
+    """Which of `knots_at` have their passes in the same autograd call: bfloat16 is rounded once in it."""
+    together = [knots for group in groups for knots in passes(group, config.schedule == "joint").values()]
+    alone = set(config.knots_at) - {knot for knots in together for knot in knots}
+    return sorted([*together, *((knot,) for knot in alone)])
+
+
 def by_row(weight, like):
     return weight.float().reshape(-1, *[1] * (like.ndim - 1))
 
@@ -187,9 +195,12 @@ def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):
         sample = sorted(steps[start : start + n_visited], key=lambda step: loop.index(step["arguments"]))
         if config.has_knots:
             timesteps = [loop.timesteps(step["arguments"]) for step in sample]
-            for knot, grad in folded(config.knots_at, timesteps, [step["grad"] for step in sample]):
-                output = model_output(module, loop, sample[knot])
-                output.backward(grad.to(output.dtype))
+            grads = dict(folded(config.knots_at, timesteps, [step["grad"] for step in sample]))
+            for knots in calls(groups, config):
+                outputs = [model_output(module, loop, sample[knot]) for knot in knots]
+                torch.autograd.backward(
+                    outputs, [grads[knot].to(output.dtype) for knot, output in zip(knots, outputs, strict=True)]
+                )
             continue
         for group in [*groups, *([position] for position in exact)]:
             members = [sample[position] for position in group]

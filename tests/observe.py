@@ -159,14 +159,19 @@ def folded(knots, timesteps, grads):
 
     JAGG's formula, written out. `timesteps` are those of the steps, `[B]` each.
     """
+    t = [one.float() for one in timesteps]
     for before, knot, after in zip((None, *knots), knots, (*knots[1:], None), strict=False):
-        total = grads[knot].float()
-        for p in range(len(grads)):
-            t = [None if end is None else timesteps[end] for end in (before, knot, after)]
-            if before is not None and before < p < knot:
-                total = total + by_row((t[0] - timesteps[p]) / (t[0] - t[1]), total) * grads[p].float()
-            if after is not None and knot < p < after:
-                total = total + by_row((timesteps[p] - t[2]) / (t[1] - t[2]), total) * grads[p].float()
+        total = torch.zeros_like(grads[knot], dtype=torch.float32)
+        for p, grad in enumerate(grads):  # in their order: a sum that is rounded to bfloat16 after it has one
+            if p == knot:
+                weight = torch.ones_like(t[p])
+            elif before is not None and before < p < knot:
+                weight = (t[before] - t[p]) / (t[before] - t[knot])
+            elif after is not None and knot < p < after:
+                weight = 1 - (t[knot] - t[p]) / (t[knot] - t[after])
+            else:
+                continue
+            total = total + weight.reshape(-1, *[1] * (grad.ndim - 1)) * grad.float()
         yield knot, total
 
 
@@ -175,10 +180,6 @@ def calls(groups, config):
     together = [knots for group in groups for knots in passes(group, config.schedule == "joint").values()]
     alone = set(config.knots_at) - {knot for knots in together for knot in knots}
     return sorted([*together, *((knot,) for knot in alone)])
-
-
-def by_row(weight, like):
-    return weight.float().reshape(-1, *[1] * (like.ndim - 1))
 
 
 def oracle_gradient(module, transformer, steps, n_visited, config, loop=Loop()):

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from ..errors import JaggError
 from ..method.proxy import nodes_from
 from .watcher import Watcher
-from .weights import hides_weights, is_weight
+from .weights import is_weight, lead_to_weights
 
 
 class Beside(Watcher):
@@ -26,16 +26,16 @@ class Beside(Watcher):
     """
 
     def __init__(self):
-        self._backward = None  # torch's own, while another one is in its place
+        self._backward = self._noting = None  # torch's own, and what is in its place meanwhile
         self.is_reached = None
         self.forget(None)
 
     def forget(self, session):
         self._session = self._begun = self._where = None
         self._spans = []  # numbers of the nodes that the knots' forwards have made, but for those of the solver step
-        if self._backward is not None and torch.autograd.backward is self._noting:
+        if torch.autograd.backward is self._noting:  # and not somebody else's
             torch.autograd.backward = self._backward
-            self._backward = None
+        self._backward = self._noting = None
 
     def update_ends(self, session):
         self.forget(session)
@@ -45,7 +45,7 @@ class Beside(Watcher):
 
     def group_begins(self, session, visit):
         self._session, self._thread = session, threading.get_ident()
-        if self._backward is None:
+        if torch.autograd.backward is not self._noting:
             self._backward = torch.autograd.backward
             self._noting = functools.wraps(self._backward)(functools.partial(self._note, self._backward))
             torch.autograd.backward = self._noting
@@ -65,7 +65,7 @@ class Beside(Watcher):
         nodes = list(nodes_from(roots))
         self.is_reached = any(map(is_weight, nodes))
         of_forwards = [node for node in nodes if self._is_of_a_forward(node)]
-        if any(is_weight(node) or hides_weights(node) for node in nodes_from(of_forwards)):
+        if lead_to_weights(nodes_from(of_forwards)):
             with self._session.failing(self._where):
                 raise reached_beside(self._where)
 

@@ -15,7 +15,7 @@ from ..method.proxy import graph_nodes
 from .beside import reached_beside
 from .memory import CHANGED
 from .watcher import Watcher
-from .weights import hides_weights, is_weight, same_tensors
+from .weights import lead_to_weights, same_tensors
 
 # As torch has it where a loss reaches weights beside the model's output: of a graph that its own backward has freed, and of
 # FSDP1's root, which hasn't been told that a backward begins.
@@ -183,8 +183,7 @@ class Guards(Watcher):
         if visit.place.is_first:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            nodes = graph_nodes(tensors)
-            if not session.group.is_exact and any(is_weight(node) or hides_weights(node) for node in nodes):
+            if not session.group.is_exact and lead_to_weights(graph_nodes(tensors)):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"

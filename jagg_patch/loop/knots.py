@@ -86,14 +86,15 @@ class OpenGroup:
     timesteps: `[W, B]`, what the model is to be fed.
     way: one of the above.
     knots: by position. ready: those whose passes run in the backward of the step at a position.
-    outputs: one of between.py's, how the steps from the knot before to the next get theirs.
+    outputs: one of between.py's, how the steps from the knot before to the next get theirs. stand_in: the model's, where they
+        may be skipped.
     received: the last position whose upstream gradient has come.
     """
 
     def __init__(self, where, engine, plan, timesteps, aggregation, way):
         self.where, self.engine, self.plan, self.way = where, engine, plan, way
         self.timesteps = timesteps
-        self.outputs = self.received = None
+        self.outputs = self.stand_in = self.received = None
         self.knots = {position: Knot(where) for position in plan.knots}
         self.ready = passes(plan, way.holds_two_graphs)
         self._shares = dict(zip(plan.knots, shares(timesteps, list(map(self.index, plan.knots)), aggregation), strict=True))

@@ -199,7 +199,8 @@ class Session:
             self.group = OpenGroup(visit.where, engine, plan, scheduled, self.config.aggregation, way)
         except JaggError as error:
             raise JaggError(f"{visit.where}: {error}") from None
-        self.group.stand_in = StandIn(engine.model) if self.skipping.is_on else None
+        if self.skipping.is_on:
+            self.group.stand_in = StandIn(engine.model)
         self.group.outputs = outputs_between(self, visit, self.group, plan.gaps[0])
         self.tell("group_begins", visit)
 

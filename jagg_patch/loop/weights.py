@@ -134,6 +134,10 @@ def hides_weights(node):
     return node.name() == "CheckpointFunctionBackward"
 
 
+def lead_to_weights(nodes):
+    return any(is_weight(node) or hides_weights(node) for node in nodes)
+
+
 def weights_change(first, visit, what):
     """The `JaggError` to raise when the group that began with `first` comes, by `visit`, to other weights."""
     return JaggError(

@@ -382,6 +382,28 @@ def test_rows_that_are_of_no_timestep_are_refused(trains):
         trains(models.Plain, frames, schedule="joint")
 
 
+@pytest.mark.parametrize("is_around", [True, False])
+@pytest.mark.parametrize("comes_at", [0, 3])
+def test_somebody_else_s_backward_in_torch_s_place_hides_no_loss_of_a_later_group(load_loop, is_around, comes_at):
+    """A profiler, say, that begins within a group and stays, or one that ends there and puts back what it found."""
+    backward, calls = torch.autograd.backward, []
+    with_aux = BACKWARD, "args.see(), (loss + 0.01 * model.aux if int(step) > 8 else loss).backward()"
+    module, model = load_loop("train_grpo_flux", *with_aux), models.ValueHead()
+    install(vars(module), config=JaggConfig(frac=1, group_size=3, self_check=False))
+
+    def replace():
+        calls.append(torch.autograd.backward)
+        if len(calls) == comes_at + 1:
+            noted = calls[-1] if is_around else backward
+            torch.autograd.backward = lambda *args, **kwargs: noted(*args, **kwargs)
+
+    try:
+        with pytest.raises(JaggError, match="reaches weights by another way"):
+            module.train_one_step(module.make_args(see=replace), model, torch.optim.SGD(model.parameters(), lr=0.0))
+    finally:
+        torch.autograd.backward = backward
+
+
 CONDITIONED = (
     "    return model(torch.cat([latents, timesteps[:, None] / 1000], 1))",
     "    return model(torch.cat([latents + model.conditioner[0](timesteps[:, None] / 1000), timesteps[:, None] / 1000], 1))",

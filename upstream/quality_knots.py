@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quality_measure import VISITED_SHARE, Setting, select, summary, visited_steps  # noqa: E402
 from quality_probe import Probe, needs  # noqa: E402
-from results import command_line, made_by, make_folder  # noqa: E402
+from results import add_with_default, command_line, made_by, make_folder  # noqa: E402
 
 from jagg_patch.config import JaggConfig  # noqa: E402
 from jagg_patch.errors import JaggError  # noqa: E402
@@ -195,17 +195,13 @@ def plot(rows, path):
 
 
 def add_arguments(parser):
-    def add(flag, default, help, **more):
-        shown = " ".join(f"{value:g}" for value in default) if isinstance(default, list) else default
-        parser.add_argument(flag, default=default, help=f"{help} (default {shown})", **more)
-
     parser.add_argument("--out", type=Path, required=True, help="a folder that gets knots.json and knots.png")
-    add("--etas", [0.3, 0.7, 1.0], "noise levels of the SDE", type=float, nargs="+")
-    add("--shifts", [1.0, 3.0], "time shifts of the noise schedule", type=float, nargs="+")
-    add("--prompts", 10, "prompt groups, a digit each", type=int)
-    add("--samples", 12, "samples per prompt group", type=int)
-    add("--sampling-steps", 16, "steps of a trajectory; the last is never trained", type=int)
-    add("--seed", 0, "of the rollouts", type=int)
+    add_with_default(parser, "--etas", [0.3, 0.7, 1.0], "noise levels of the SDE", type=float, nargs="+")
+    add_with_default(parser, "--shifts", [1.0, 3.0], "time shifts of the noise schedule", type=float, nargs="+")
+    add_with_default(parser, "--prompts", 10, "prompt groups, a digit each", type=int)
+    add_with_default(parser, "--samples", 12, "samples per prompt group", type=int)
+    add_with_default(parser, "--sampling-steps", 16, "steps of a trajectory; the last is never trained", type=int)
+    add_with_default(parser, "--seed", 0, "of the rollouts", type=int)
     mini = Path(__file__).resolve().parent / "mini"
     parser.add_argument("--mini", type=Path, default=mini, help="the mini trainer's folder, with data/flux")
 

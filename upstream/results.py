@@ -28,6 +28,12 @@ def made_by(command, **more):
     return {"command": command, "date": date.today().isoformat(), "machine": machine} | versions | more
 
 
+def add_with_default(parser, flag, default, help, **more):
+    """A flag of `parser` whose help says its default."""
+    shown = " ".join(f"{value:g}" for value in default) if isinstance(default, list) else default
+    parser.add_argument(flag, default=default, help=f"{help} (default {shown})", **more)
+
+
 def command_line(description, add_arguments, run):
     """Run a command with what it was called with; a `JaggError` ends it without a traceback."""
     parser = argparse.ArgumentParser(description=description)

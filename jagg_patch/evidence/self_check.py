@@ -183,27 +183,29 @@ class SelfCheck(Watcher):
         plan = self._group.plan
         knots = [self._forwards[self._group.index(position)] for position in plan.knots]
         between = [forward for forward in self._forwards if forward not in knots]
-        outputs, parts, weights = [], [], []
+        outputs, weights, total, squares = [], [], {}, 0.0  # total: the gradient at once
         low, is_same = self._group.engine.rounds_gradients, True
 
         def run_forward(forward):
             outputs.append(forward.run(session))
 
         def run_backward(forward, gradient):
-            nonlocal low, is_same
+            nonlocal low, is_same, squares
             output = outputs.pop()
             weights.append(weights_reached(output))
             low |= is_low(output)
             is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
-            parts.append(aside.take("cpu"))
+            part = aside.take("cpu")
+            squares += compare(part, part)[2]
+            for parameter, grad in part.items():
+                total[parameter] = total[parameter] + grad if parameter in total else grad.float()
 
         def compare_with_own():
-            apart = math.inf if own is None else distance(own, parts)
-            return apart, sum(compare(part, part)[2] for part in parts), low, is_same
+            return math.inf if own is None else distance(own, total), squares, low, is_same
 
         def run_as_trained():
             backward_as_trained(session, self._forwards, plan, folded, aside)
-            return distance(aside.take("cpu"), parts)
+            return distance(aside.take("cpu"), total)
 
         for forward, gradient in zip(knots, folded, strict=True):
             _exchanged(partial(run_forward, forward))
@@ -300,17 +302,9 @@ def relative(squared_distance, squared_size):
     return math.sqrt(squared_distance / squared_size) if squared_size > 0 else math.nan
 
 
-def distance(whole, parts):
-    """Squared, between the gradient `whole` and the sum of `parts`, over the weights that these have."""
-    *rest, last = parts
-    missing = {}
-    for parameter in {parameter: None for part in parts for parameter in part}:
-        like = next(part[parameter] for part in parts if parameter in part)
-        value = whole.get(parameter, torch.zeros_like(like)).float()
-        for part in rest:
-            value = value - part[parameter].float() if parameter in part else value
-        missing[parameter] = value
-    return compare(missing, last)[3]
+def distance(whole, total):
+    """Squared, over the weights of which there is a gradient in `total`."""
+    return compare({parameter: whole[parameter] for parameter in total if parameter in whole}, total)[3]
 
 
 def first_weight(model):

@@ -60,7 +60,9 @@ def test_the_self_check_takes_no_more_than_the_training_step(engine_records, sch
         if label:
             assert f"{schedule}, checked" not in record["allocated"]
             continue
-        assert record["allocated"][f"{schedule}, checked"] <= 1.001 * record["allocated"][schedule]
+        # Of twelve; gloo's threads let go of a piece of one a moment earlier or later. All gradients are as much as twelve.
+        block = record["weights"] / 12
+        assert record["allocated"][f"{schedule}, checked"] < record["allocated"][schedule] + block / 4
 
 
 def test_the_prediction_that_auto_uses_is_safe_and_not_far_off(engine_records):

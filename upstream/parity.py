@@ -2,7 +2,8 @@
 
 `python upstream/parity.py OUT` runs the trainer's own script once an arm and seed, then, to time the arms side by side, in short
 runs in turn: about three quarters of an hour on two otherwise idle cores; called again, it goes on where it was cut off. It
-writes `parity.json` and `parity.png` to OUT.
+writes `groups.json` and `groups.png` to OUT. `--arms knots` compares knots with groups at as many backward passes, and takes
+twice as long.
 """
 
 import argparse
@@ -55,17 +56,29 @@ class Arm:
         )
 
 
-BASELINE = "baseline: 9 of 15 steps"
 OFF = {"JAGG_ENABLED": "0"}
-ARMS = {
-    BASELINE: Arm(OFF),
+ALL = {"JAGG_FRAC": "1"}
+GROUPS = {
+    "baseline: 9 of 15 steps": Arm(OFF),
     "JAGG, frac 0.6": Arm(),
-    "JAGG, frac 1": Arm({"JAGG_FRAC": "1"}),
-    "endpoints only, frac 1": Arm({"JAGG_FRAC": "1", "JAGG_AGGREGATION": "endpoints"}),
+    "JAGG, frac 1": Arm(ALL),
+    "endpoints only, frac 1": Arm(ALL | {"JAGG_AGGREGATION": "endpoints"}),
     "7 of 15 steps, no JAGG": Arm(OFF, 7),  # the cost of frac 0.6, to one forward
     "5 of 15 steps, no JAGG": Arm(OFF, 5),  # the cost of frac 1
     "frac 0.6, skipped forwards": Arm({"JAGG_SKIP_FORWARDS": "1", "JAGG_SCHEDULE": "joint"}),
 }
+KNOTS = {
+    "all 15 steps, no JAGG": Arm(OFF, 15),
+    "15 steps, 6 knots": Arm({"JAGG_KNOTS": "6"}, 15),
+    "15 steps, 5 knots": Arm({"JAGG_KNOTS": "5"}, 15),
+    "15 steps, 4 knots": Arm({"JAGG_KNOTS": "4"}, 15),
+    "15 steps, groups, 8 passes": Arm(ALL, 15),
+    "15 steps, groups, 4 passes": Arm(ALL | {"JAGG_GROUP_SIZE": "8"}, 15),
+    "9 of 15 steps, no JAGG": Arm(OFF),
+    "9 of 15 steps, 5 knots": Arm({"JAGG_KNOTS": "5"}),
+    "9 of 15 steps, 4 knots": Arm({"JAGG_KNOTS": "4"}),
+}
+ARMS = {"groups": GROUPS, "knots": KNOTS}  # of each, the first is the baseline
 
 
 def first_reaching(rewards, level):
@@ -82,29 +95,31 @@ def mean_and_error(values):
     return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
-def compare(runs, timed):
+def compare(arms, runs, timed):
     """Everything that the table says, from `{arm: {seed: metrics}}` and `{arm: [metrics of a timed run, …]}`.
 
-    The base policy's reward is that of the first training step, before any update, over all runs of all arms.
+    `arms` are one of `ARMS`. The base policy's reward is that of the first training step, before any update, over all runs of
+    all arms.
     """
     rewards = {arm: [[row["reward"] for row in rows] for rows in seeds.values()] for arm, seeds in runs.items()}
     start = float(np.mean([curve[0] for curves in rewards.values() for curve in curves]))
     finals = {arm: [float(np.mean(curve[-FINAL:])) for curve in curves] for arm, curves in rewards.items()}
-    level = start + SHARE * (float(np.mean(finals[BASELINE])) - start)
+    baseline = next(iter(arms))
+    level = start + SHARE * (float(np.mean(finals[baseline])) - start)
     results = {"reward_before": start, "level": level, "arms": {}}
     for arm, curves in rewards.items():
         low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[1:]])  # the first one warms up
         reached = [step for step in (first_reaching(curve, level) for curve in curves) if step]
         steps = mean_and_error(reached)
-        differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[BASELINE], strict=True)]
+        differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[baseline], strict=True)]
         results["arms"][arm] = {
-            "forwards_per_sample": ARMS[arm].cost,
+            "forwards_per_sample": arms[arm].cost,
             "seconds_per_training_step": [low, seconds, high],
             "final_reward": mean_and_error(finals[arm]),
             "final_reward_minus_baseline": mean_and_error(differences),  # same seed, same prompts and first rollout
             "seeds_that_reach_the_level": len(reached),
             "training_steps_to_level": list(steps),
-            "forwards_to_level": [x if x is None else x * ARMS[arm].cost for x in steps],
+            "forwards_to_level": [x if x is None else x * arms[arm].cost for x in steps],
             "seconds_to_level": [x if x is None else x * seconds for x in steps],
         }
     return results
@@ -155,27 +170,29 @@ def plot(runs, results, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--arms", choices=ARMS, default="groups", help="what is compared (default: groups)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103, 104, 105])
     args = parser.parse_args()
     out = args.out.resolve()
-    trainer = patched_copy(out, "python upstream/parity.py OUT")
+    arms, command = ARMS[args.arms], "python upstream/parity.py OUT" + " --arms knots" * (args.arms == "knots")
+    trainer = patched_copy(out, command)
 
     def metrics(folder, arm, seed, n_steps):
-        run = out / folder / f"{list(ARMS).index(arm)}-{seed}"
+        run = out / f"{args.arms}-{folder}" / f"{list(arms).index(arm)}-{seed}"
         rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
         if len(rows) < n_steps:
-            rows = train(trainer, run, arm, seed, ARMS[arm].jagg, *ARMS[arm].flags, "--max_train_steps", str(n_steps))
+            rows = train(trainer, run, arm, seed, arms[arm].jagg, *arms[arm].flags, "--max_train_steps", str(n_steps))
         return rows
 
-    runs, timed = {arm: {} for arm in ARMS}, {arm: [] for arm in ARMS}
-    for seed, arm in tqdm(list(product(args.seeds, ARMS)), desc="Runs"):
+    runs, timed = {arm: {} for arm in arms}, {arm: [] for arm in arms}
+    for seed, arm in tqdm(list(product(args.seeds, arms)), desc="Runs"):
         runs[arm][seed] = metrics("runs", arm, seed, N_TRAINING_STEPS)
     # In turn, beginning with another arm each time: what else the machine does meets all of them alike.
-    turns = [(number, arm) for number in range(ROUNDS) for arm in [*list(ARMS)[number:], *list(ARMS)[:number]]]
+    turns = [(number, arm) for number in range(ROUNDS) for arm in [*list(arms)[number:], *list(arms)[:number]]]
     for number, arm in tqdm(turns, desc="Timing"):
         timed[arm].append(metrics("timed", arm, number, TIMED_STEPS))
 
-    results = compare(runs, timed)
+    results = compare(arms, runs, timed)
 
     def columns(rows, *names):
         return {name: [round(row[name], 5) for row in rows] for name in names}
@@ -183,10 +200,10 @@ def main():
     kept = ("reward", "reward_sem", "backward_passes")
     results["runs"] = {arm: {seed: columns(rows, *kept) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
     results["timed"] = {arm: [columns(rows, "seconds", "update_seconds") for rows in again] for arm, again in timed.items()}
-    results["made_by"] = made_by("python upstream/parity.py OUT", seeds=args.seeds)
-    (out / "parity.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(runs, results, out / "parity.png")
-    print(f"\n{table(results, len(args.seeds))}\n\nin {out}: parity.json, parity.png", flush=True)
+    results["made_by"] = made_by(command, seeds=args.seeds)
+    (out / f"{args.arms}.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(runs, results, out / f"{args.arms}.png")
+    print(f"\n{table(results, len(args.seeds))}\n\nin {out}: {args.arms}.json, {args.arms}.png", flush=True)
 
 
 if __name__ == "__main__":

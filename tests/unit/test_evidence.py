@@ -54,7 +54,7 @@ def test_gradient_quality(label, wanted):
 
 
 def parity_line(arm):
-    row = result("parity-results/parity")["arms"][arm]
+    row = result("parity-results/groups")["arms"][arm]
 
     def number(pair, digits):
         mean, error = pair
@@ -67,7 +67,7 @@ def parity_line(arm):
     return f"| {arm} | {' | '.join(cells)} | {row['seeds_that_reach_the_level']} of 5 |"
 
 
-@pytest.mark.parametrize("arm", result("parity-results/parity")["arms"])
+@pytest.mark.parametrize("arm", result("parity-results/groups")["arms"])
 def test_reward_parity(arm):
     assert parity_line(arm) in page("upstream/parity-results/README.md")
 
@@ -124,7 +124,7 @@ def test_the_report_of_a_run_of_the_mini_trainer(monkeypatch, capsys):
 FILES = [
     "bench-results/bench",
     "probe-results/probe",
-    "parity-results/parity",
+    "parity-results/groups",
     "demo-results/comparison",
     "flow-results/fast",
     "report-results/made_by",
@@ -142,4 +142,4 @@ def test_each_result_says_what_made_it(name):
 if __name__ == "__main__":  # what the pages should say
     print("\n".join(probe_line(label, **wanted) for label, wanted in PROBE_LINES))
     print("\n".join(bench_line(case, part) for part in ("update", "training_step") for case in BENCH_CASES))
-    print("\n".join(parity_line(arm) for arm in result("parity-results/parity")["arms"]))
+    print("\n".join(parity_line(arm) for arm in result("parity-results/groups")["arms"]))

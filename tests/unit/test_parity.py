@@ -30,7 +30,7 @@ def ramp(slope, n_steps=30):
 
 def test_the_arms_cost_what_the_cost_model_says(parity):
     """By hand, all blocks checkpointed: 16 to sample, 4 a trained step; a group of n saves n - 2 passes back of 3, or forwards"""
-    assert {arm: setup.cost for arm, setup in parity.ARMS.items()} == {
+    assert {arm: setup.cost for arm, setup in parity.GROUPS.items()} == {
         "baseline: 9 of 15 steps": 16 + 36,
         "JAGG, frac 0.6": 16 + 36 - 9,
         "JAGG, frac 1": 16 + 36 - 9 - 6,
@@ -39,10 +39,21 @@ def test_the_arms_cost_what_the_cost_model_says(parity):
         "5 of 15 steps, no JAGG": 16 + 20,
         "frac 0.6, skipped forwards": 16 + 36 - 9 - 3,
     }
+    assert {arm: setup.cost for arm, setup in parity.KNOTS.items()} == {
+        "all 15 steps, no JAGG": 16 + 15 + 3 * 15,
+        "15 steps, 6 knots": 16 + 15 + 3 * 6,
+        "15 steps, 5 knots": 16 + 15 + 3 * 5,
+        "15 steps, 4 knots": 16 + 15 + 3 * 4,
+        "15 steps, groups, 8 passes": 16 + 15 + 3 * 8,
+        "15 steps, groups, 4 passes": 16 + 15 + 3 * 4,
+        "9 of 15 steps, no JAGG": 16 + 36,
+        "9 of 15 steps, 5 knots": 16 + 9 + 3 * 5,
+        "9 of 15 steps, 4 knots": 16 + 9 + 3 * 4,
+    }
 
 
 def test_the_flags_train_as_many_steps_as_the_arm_says(parity):
-    for arm in parity.ARMS.values():
+    for arm in [*parity.GROUPS.values(), *parity.KNOTS.values()]:
         assert int(parity.TRAINABLE * float(arm.flags[1])) == arm.visited
 
 
@@ -53,11 +64,11 @@ def test_a_level_is_reached_when_the_mean_of_five_steps_is_there(parity):
 
 
 def test_the_comparison_of_known_curves(parity):
-    arms = list(parity.ARMS)
+    arms = list(parity.GROUPS)
     slopes = {arm: (1.0, 1.0) for arm in arms} | {arms[1]: (2.0, 2.0), arms[2]: (0.9, 1.1), arms[5]: (0.5, 0.5)}
     runs = {arm: {seed: rows(ramp(slope)) for seed, slope in enumerate(slopes[arm])} for arm in arms}
     timed = {arm: [[{"seconds": seconds} for seconds in (9.0, 1.0, 2.0, 3.0)]] * 2 for arm in arms}  # 9 is the first step's
-    results = parity.compare(runs, timed)
+    results = parity.compare(parity.GROUPS, runs, timed)
     assert results["reward_before"] == 0
     assert results["level"] == pytest.approx(0.9 * 24.5)  # the last ten of 0 to 29 have a mean of 24.5
     base, twice, spread, half = (results["arms"][arms[n]] for n in (0, 1, 2, 5))
@@ -73,7 +84,7 @@ def test_the_comparison_of_known_curves(parity):
 
 def test_the_committed_result_is_what_its_curves_come_to(parity):
     """Nobody has edited a number by hand, and it has at least five seeds an arm."""
-    results = json.loads((UPSTREAM / "parity-results/parity.json").read_text())
+    results = json.loads((UPSTREAM / "parity-results/groups.json").read_text())
 
     def rows(columns):
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -81,7 +92,7 @@ def test_the_committed_result_is_what_its_curves_come_to(parity):
     runs = {arm: {seed: rows(columns) for seed, columns in seeds.items()} for arm, seeds in results["runs"].items()}
     timed = {arm: [rows(columns) for columns in again] for arm, again in results["timed"].items()}
     assert min(map(len, runs.values())) >= 5
-    again = json.loads(json.dumps(parity.compare(runs, timed)))
+    again = json.loads(json.dumps(parity.compare(parity.GROUPS, runs, timed)))
     for arm, row in again["arms"].items():
         for name, values in row.items():
             for found, value in zip(

@@ -157,7 +157,7 @@ class JaggConfig:
         True,
         _switch,
         (lambda value: None, "0 or 1"),
-        "0 leaves out the check of a run's first group, which computes its gradient once more, in the unpatched order",
+        "0 leaves out the check that computes each group's gradient once more, at a run's start, in the unpatched order",
     )
     log: str = _setting("", _path, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
 

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_loop import Meter  # noqa: E402
-from bench_models import ALL, MODELS, build  # noqa: E402
+from bench_models import ALL, ALL_KNOTS, MODELS, build  # noqa: E402
 from bench_rows import MODES, NAMES, PARTS, Row, call_seconds, cases, describe, measure  # noqa: E402
 from results import command_line, made_by, make_folder  # noqa: E402
 
@@ -30,9 +30,9 @@ def compared(results):
 
 def table(results):
     heads = "".join(f"{f'{name} (quartiles)':>26}{'limit':>7}{'of it':>7}{'model':>7}" for name in ("update", "training step"))
-    lines = [f"{'checkpointing, steps, grouping, mode':44}{'groups':17}{heads}{'  peak GB' * torch.cuda.is_initialized()}"]
+    lines = [f"{'checkpointing, steps, grouping, mode':44}{'groups, knots':22}{heads}{'  peak GB' * torch.cuda.is_initialized()}"]
     for row in results["rows"]:
-        line = f"{row['row']:44}{'+'.join(map(str, row['groups'])):17}"
+        line = f"{row['row']:44}{','.join(map(str, row['knots'])) or '+'.join(map(str, row['groups'])):22}"
         for part in PARTS:
             if row["mode"] == "exact":
                 line += f"{median(row[f'{part}_seconds'] or [math.nan]):>24.4g} s{'':21}"
@@ -88,7 +88,7 @@ def add_arguments(parser):
     parser.add_argument("--out", type=Path, required=True, help="a folder that gets bench.json and bench.png")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="float32 on the CPU, bfloat16 on one GPU")
     parser.add_argument("--model", choices=MODELS, help="flux and qwenimage at full size, 720x720 (default small, on cuda flux)")
-    parser.add_argument("--all", action="store_true", help="every W, frac, number of steps and checkpointing")
+    parser.add_argument("--all", action="store_true", help="every W, frac, number of knots, of steps, and checkpointing")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -126,7 +126,7 @@ def run(args):
     known, meter = MODELS[name], Meter(model)
     planned = [
         Row(case, mode, model, meter, settings)
-        for case in cases(ALL if args.all else known.cases)
+        for case in (cases(ALL, ALL_KNOTS) if args.all else cases(known.cases, known.knots))
         for mode in MODES
         if (mode == "exact") != bool(case.groups)
     ]

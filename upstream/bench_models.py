@@ -11,8 +11,10 @@ from jagg_patch.errors import JaggError
 
 RECOMPUTE = {"on": 1.0, "half": 0.5, "off": 0.0}  # share of the blocks under activation checkpointing
 PUBLISHED, LONG, UPSTREAM = STEPS = (20, 1.0), (24, 1.0), (15, 0.6)  # steps that can be trained, the fraction that is
-GROUP_SIZES, FRACS = (3, 4, 6, 8), (0.6, 1.0)
+GROUP_SIZES, FRACS, N_KNOTS = (3, 4, 6, 8), (0.6, 1.0), (4, 5, 7)
+WHOLE = (15, 1.0)  # upstream's, none left out
 ALL = tuple(product(RECOMPUTE, STEPS, [GROUP_SIZES], FRACS))
+ALL_KNOTS = tuple(product(RECOMPUTE, [PUBLISHED, WHOLE], N_KNOTS))
 FULL_SIZE = (*product(["on"], [PUBLISHED], [(4,)], FRACS), ("on", LONG, (8,), 1.0))
 SMALL = (
     *product(["on"], [PUBLISHED], [GROUP_SIZES], FRACS),
@@ -31,6 +33,7 @@ class Model(NamedTuple):
     side: int = 45  # of the square of image tokens: that of 720x720
     text: int = 512  # tokens
     cases: tuple = FULL_SIZE
+    knots: tuple = (("on", PUBLISHED, 5),)
     seconds: int = 300
     least_rounds: int = 1
 
@@ -39,7 +42,7 @@ FLUX, QWEN = "FluxTransformer2DModel", "QwenImageTransformer2DModel"
 TINY = dict(in_channels=4, num_layers=0, num_single_layers=2, attention_head_dim=64, num_attention_heads=3)
 TINY |= dict(joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(16, 24, 24))
 MODELS = {
-    "small": Model(FLUX, TINY, ("num_single_layers",), side=26, text=32, cases=SMALL, seconds=150, least_rounds=3),
+    "small": Model(FLUX, TINY, ("num_single_layers",), side=26, text=32, cases=SMALL, knots=ALL_KNOTS[:6], seconds=150, least_rounds=3),
     "flux": Model(FLUX, {"guidance_embeds": True}, ("num_layers", "num_single_layers")),
     "qwenimage": Model(QWEN, {}),
 }

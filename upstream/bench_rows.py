@@ -16,7 +16,7 @@ from jagg_patch.evidence.log import now
 from jagg_patch.evidence.stats import Stats
 from jagg_patch.install import make_session
 from jagg_patch.method.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
-from jagg_patch.method.plan import forwards_a_group, plan_groups
+from jagg_patch.method.plan import forwards_a_group, knots_of, plan_groups
 
 MODES = {
     "exact": {"frac": 0},
@@ -29,13 +29,25 @@ PARTS = ("update", "training_step")
 
 
 class Case(NamedTuple):
-    """What is trained, and how it is grouped; in the same way for all of `group_sizes`."""
+    """What is trained, and how it is grouped: in the same way for all of `group_sizes`, or as `n_knots` are placed."""
 
     checkpointing: str
     steps: tuple
     frac: float = 0.0
     group_sizes: tuple = ()
     groups: tuple = ()
+    n_knots: int = 0
+
+    @property
+    def settings(self):
+        """Places are named: those that a run measures would have the rows differ by more than how long they take."""
+        if self.n_knots:
+            return {"knots_at": self.knots}
+        return {"group_size": self.group_sizes[0], "frac": self.frac} if self.groups else {}
+
+    @property
+    def knots(self):
+        return knots_of(self.visited, self.groups)
 
     @property
     def visited(self):
@@ -49,29 +61,34 @@ class Case(NamedTuple):
     def __str__(self):
         steps = f"{self.visited} of {self.steps[0]}" if self.visited < self.steps[0] else f"{self.visited}"
         grouped = f"W={','.join(map(str, self.group_sizes)):4} frac {self.frac:g}" if self.groups else ""
+        grouped = f"{self.n_knots} knots" if self.n_knots else grouped
         return f"{self.checkpointing:5}{steps:>7}  {grouped:15}"
 
 
-def cases(wanted):
-    """Those `wanted`, with an exact one before the first of a cell; group sizes that split the steps alike are one case."""
-    cells = set()
+def cases(wanted, wanted_knots):
+    """Those `wanted`, after an exact one of each cell; group sizes that split the steps alike are one case.
+
+    Knots are placed for noise levels that fall evenly.
+    """
+    found = []
     for checkpointing, steps, group_sizes, frac in wanted:
-        exact, found = Case(checkpointing, steps), defaultdict(list)
-        if exact.cell not in cells:
-            cells.add(exact.cell)
-            yield exact
+        alike = defaultdict(list)
         for size in group_sizes:
-            found[plan_groups(exact.visited, JaggConfig(group_size=size, frac=frac))].append(size)
-        for groups, sizes in found.items():
-            yield Case(checkpointing, steps, frac, tuple(sizes), groups)
+            alike[plan_groups(Case(checkpointing, steps).visited, JaggConfig(group_size=size, frac=frac))].append(size)
+        found += [Case(checkpointing, steps, frac, tuple(sizes), groups) for groups, sizes in alike.items()]
+    for checkpointing, steps, n_knots in wanted_knots:
+        groups = plan_groups(Case(checkpointing, steps).visited, JaggConfig(knots=n_knots))
+        found.append(Case(checkpointing, steps, groups=groups, n_knots=n_knots))
+    for cell in dict.fromkeys(case.cell for case in found):
+        yield Case(*cell)
+        yield from (case for case in found if case.cell == cell)
 
 
 class Row:
     """A case in one mode: a session on a loop of its own, and what its training steps have taken, a dict each."""
 
     def __init__(self, case, mode, model, meter, settings):
-        grouped = {"group_size": case.group_sizes[0], "frac": case.frac} if case.groups else {}
-        config = JaggConfig(**grouped | MODES[mode])
+        config = JaggConfig(**case.settings | MODES[mode])
         self.case, self.mode, self.taken, self.is_out_of_memory = case, mode, [], False
         self.sampled = case.steps[0] + 1
         plan = (
@@ -178,6 +195,7 @@ def describe(row, exact, seconds):
     case = row.case
     entry = {"row": str(row), "mode": row.mode, "checkpointing": case.checkpointing, "trainable": case.steps[0]}
     entry |= {"visited": case.visited, "group_sizes": case.group_sizes, "frac": case.frac, "groups": list(map(len, case.groups))}
+    entry["knots"] = case.knots if case.n_knots else ()
     entry |= {"forwards": row.passes[0], "backward_passes": row.passes[1], "out_of_memory": row.is_out_of_memory}
     entry |= {f"{part}_seconds": [taken[part] for taken in row.taken] for part in ("rollout", *PARTS)}
     entry["peak_bytes"] = max((taken["peak_bytes"] or 0 for taken in row.taken), default=0) or None

@@ -1,10 +1,10 @@
 """The self-check: whether a group's gradient is what its model gives with each backward right after its forward.
 
 A group's backward passes come later than the unpatched trainer's. A model that keeps something from one forward to the next, and
-reads it in the backward, wouldn't notice. So the first group's gradient is computed once more, right before the optimizer step:
-each knot's forward and its backward, with what training gave to its pass. The two must agree to rounding, for every model. That
-is done once a run, and once more where the schedule changes, where forwards begin to be skipped, and where an optimizer has
-stepped since the rollout.
+reads it in the backward, wouldn't notice. So a group's gradient is computed once more, right before the optimizer step: each
+knot's forward and its backward, with what training gave to its pass. The two must agree to rounding, for every model. That is
+done for each group of the plan, one before an optimizer step, since what a model does may go by the timestep; and once more where
+the schedule changes, where forwards begin to be skipped, and where an optimizer has stepped since the rollout.
 """
 
 import math
@@ -32,7 +32,7 @@ class SelfCheck(Watcher):
 
     def __init__(self, config, say=lambda line: None):
         self._is_on = config.enabled and config.self_check
-        self._checked = WeakIdKeyDictionary()  # by a model's first weight: ways of running a group, the same on every rank
+        self._checked = WeakIdKeyDictionary()  # by a model's first weight: `_way_of` groups, the same on every rank
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
@@ -62,11 +62,12 @@ class SelfCheck(Watcher):
             self._why_not = engine_of(step.model).no_replay  # the same on every rank, also one that leaves out a whole sample
 
     def group_begins(self, session, visit):
-        is_over = not self._is_on or self._why_not is not None or self._is_checked(session, visit.step.model)
-        if is_over or self._group is not None or compares(session, session.group):
+        if not self._is_on or self._why_not is not None or self._group is not None or compares(session, session.group):
+            return
+        if self._are_checked(session, visit.step.model, [session.group.plan]):
             return
         self._model = visit.step.model  # of an update's models, the first that hasn't been checked
-        self._group, self._where, self._way = session.group, visit.where, self._way_now(session)
+        self._group, self._where, self._way = session.group, visit.where, self._way_of(session, session.group.plan)
         self._parameters = session.group.engine.parameters()
         self._had_gradients = any(parameter.grad is not None for parameter in self._parameters)
         self._forwards.append(KeptForward.of(visit))
@@ -118,7 +119,7 @@ class SelfCheck(Watcher):
         self._has_moved |= self._model is not None and is_of(optimizer, self._model)
 
     def _check_at(self, session, optimizer):
-        if not self._is_on or not session.order.groups or self._is_checked(session, self._model):
+        if not self._is_on or self._are_checked(session, self._model, session.order.groups):
             return
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
@@ -137,12 +138,13 @@ class SelfCheck(Watcher):
             self.seconds = now() - start
         self._drop()
 
-    def _is_checked(self, session, model):
-        return model is not None and self._way_now(session) in self._checked.get(first_weight(model), ())
+    def _are_checked(self, session, model, groups):
+        wanted = {self._way_of(session, group) for group in groups}
+        return model is not None and wanted <= self._checked.get(first_weight(model), set())
 
-    def _way_now(self, session):
-        """How groups run: the same on every rank."""
-        return session.schedule.name == "joint", session.skipping.is_on, self._has_moved
+    def _way_of(self, session, group):
+        """How a group of the plan runs, and where it begins: the same on every rank."""
+        return group.start, session.schedule.name == "joint", session.skipping.is_on, self._has_moved
 
     def update_ends(self, session):
         if self._group is not None and not self._has_asked and not self._has_said:

@@ -4,13 +4,13 @@ import argparse
 import json
 import subprocess
 import sys
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 
 import bench
 import pytest
 import torch
-from bench_models import ALL, build, set_checkpointing
+from bench_models import ALL, ALL_KNOTS, build, set_checkpointing
 from bench_rows import cases
 from launch import ROOT
 from results import command_line
@@ -27,6 +27,14 @@ SMALL = {
     *product(["half", "off"], [(20, 20)], [4], FRACS, MODES),
     *product(["on", "half", "off"], [(15, 9)], [4], [0.6], MODES),
     *product(["on"], [(24, 24)], [8], [1.0], MODES),
+}
+KNOTS = {
+    (20, 4): [0, 12, 17, 19],
+    (20, 5): [0, 11, 16, 18, 19],
+    (20, 7): [0, 7, 12, 15, 17, 18, 19],
+    (15, 4): [0, 10, 13, 14],
+    (15, 5): [0, 7, 11, 13, 14],
+    (15, 7): [0, 6, 9, 11, 12, 13, 14],
 }
 FULL_SIZE = {*product(["on"], [(20, 20)], [4], FRACS, MODES), *product(["on"], [(24, 24)], [8], [1.0], MODES)}
 
@@ -77,7 +85,7 @@ def keys(rows):
 
 
 def cell(row):
-    return row["checkpointing"], row["trainable"]
+    return row["checkpointing"], row["trainable"], row["visited"]
 
 
 def grouped(results):
@@ -101,7 +109,13 @@ def test_every_row_is_there(results):
         "python upstream/bench.py --out OUT --device cpu --rounds 2 --layers 1 --heads 1 --side 2 --text 2"
     )
     exact_rows = [row for row in results["rows"] if row["mode"] == "exact"]
-    assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 7
+    assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 8
+    with_knots = [row for row in results["rows"] if row["knots"]]
+    assert [(row["trainable"], len(row["knots"]), row["mode"]) for row in with_knots] == [
+        (n_steps, n_knots, mode) for n_steps in (20, 15) for n_knots in (4, 5, 7) for mode in MODES
+    ]
+    for row in with_knots:
+        assert row["knots"] == KNOTS[row["visited"], len(row["knots"])] and row["checkpointing"] == "on"
     for row in results["rows"]:
         for name in ("rollout", "update", "training_step"):
             assert len(row[f"{name}_seconds"]) == 2 and min(row[f"{name}_seconds"]) > 0
@@ -109,7 +123,18 @@ def test_every_row_is_there(results):
 
 
 def passes(row):
-    """`(recorded, unrecorded)` forwards of an update."""
+    """`(recorded, unrecorded)` forwards of an update.
+
+    Between two knots that share a backward call nothing else is run when forwards are skipped, between others one is, without a
+    graph; knots are paired from each group's first on, and a group ends where two are neighbours.
+    """
+    if row["knots"]:
+        n_knots, between, is_paired = len(row["knots"]), 0, True
+        for one, next_ in pairwise(row["knots"]):
+            n_between = next_ - one - 1
+            between += min(n_between, 0 if is_paired else 1) if row["mode"] == "skip" else n_between
+            is_paired = not is_paired or not n_between
+        return n_knots, between
     n_grouped = sum(row["groups"])
     ends = sum(min(size, 2) for size in row["groups"])
     return row["visited"] - n_grouped + ends, 0 if row["mode"] == "skip" else n_grouped - ends
@@ -160,7 +185,7 @@ def test_the_ratio_is_to_the_exact_row_of_the_same_round(results):
 
 def test_own_time_is_that_of_exact_steps(results):
     for row in results["rows"]:
-        assert ("own_share" in row) == (sum(row["groups"]) < row["visited"])
+        assert ("own_share" in row) == (sum(row["groups"]) < row["visited"])  # knots that are neighbours at the end are exact
         assert row.get("own_share", 1) > 0
 
 
@@ -207,8 +232,10 @@ def test_a_row_that_does_not_skip_is_no_row(command, monkeypatch):
 
 
 def test_all_is_the_whole_product():
-    found = [(case.checkpointing, case.steps[0], size, case.frac) for case in cases(ALL) for size in case.group_sizes]
+    found = [(case.checkpointing, case.steps[0], size, case.frac) for case in cases(ALL, ()) for size in case.group_sizes]
     assert sorted(found) == sorted(product(RECOMPUTE, [20, 24, 15], [3, 4, 6, 8], FRACS))
+    found = [(case.checkpointing, case.visited, len(case.knots)) for case in cases((), ALL_KNOTS) if case.groups]
+    assert sorted(found) == sorted(product(RECOMPUTE, [20, 15], [4, 5, 7]))
 
 
 @pytest.mark.parametrize("share, recomputed", [(1, 4), (0.5, 2), (0, 0)])

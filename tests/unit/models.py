@@ -78,9 +78,19 @@ class RankMask(torch.nn.Module):
     def block(self, hidden):
         return hidden + hidden @ (self.adapter.weight * (torch.arange(8) < self.rank)[:, None]).T
 
+    def rank_at(self, t):
+        return 2 + int(t * 6)
+
     def forward(self, x):
-        self.rank = 2 + int(x[0, -1] * 6)
+        self.rank = self.rank_at(x[0, -1])
         return self.up(checkpoint(self.block, self.down(x).tanh(), use_reentrant=False).tanh())
+
+
+class LateRankMask(RankMask):
+    """All rows count until the image is nearly there."""
+
+    def rank_at(self, t):
+        return 8 if t > 0.45 else 1 + int(t * 12)
 
 
 class SlicedRank(RankMask):

@@ -229,7 +229,10 @@ def script_arguments(script, data, out):
     return words
 
 
-KNOTS_FLAGS = "--timestep_fraction 1".split()
+ALL_STEPS = "--timestep_fraction 1".split()
+# Of the script's --shift 3, as its timesteps have them: whole numbers.
+NOISE_LEVELS = [int(1000 * 3 * sigma / (1 + 2 * sigma)) for sigma in (1 - step / 16 for step in range(15))]
+KNOTS = best_knots(4, NOISE_LEVELS)  # before anything has been measured
 
 
 @pytest.fixture(scope="module")
@@ -244,19 +247,22 @@ def main_runs(dancegrpo, tmp_path_factory):
     shutil.copytree(dancegrpo, patched)
     subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
     runs = {}
+    keep = {"OBSERVE_KNOTS": ",".join(map(str, KNOTS))}
     auto = "--jagg_frac auto --jagg_probe_every 1 --jagg_log log/auto.jsonl --max_train_steps 3".split()
     for name, tree, env, flags in (
         ("unpatched", dancegrpo, {}, []),
         ("off", patched, {"JAGG_ENABLED": "0", "JAGG_PROBE_EVERY": "1", "JAGG_LOG": "log/off.jsonl"}, []),
         ("on", patched, {}, []),
         ("auto", patched, {}, auto),
-        ("knots", patched, {"JAGG_KNOTS": "4", "JAGG_SELF_CHECK": "0", "JAGG_LOG": "log/knots.jsonl"}, KNOTS_FLAGS),
+        ("all steps", dancegrpo, keep, ALL_STEPS),
+        ("knots", patched, {"JAGG_KNOTS": "4", "JAGG_SELF_CHECK": "0", "JAGG_LOG": "log/knots.jsonl"}, ALL_STEPS),
     ):
         out = top / name
         (out / "images").mkdir(parents=True)
         (out / "hps_ckpt").mkdir()
         shutil.copy(top / "reward.pt", out / "hps_ckpt/HPS_v2.1_compressed.pt")
-        env |= paths(HERE / "site", HERE, tree) | {"OBSERVE_CHECKOUT": str(tree), "OBSERVE_OUT": str(out)}
+        ours = [ROOT / "tests", ROOT] if env is keep else []
+        env |= paths(HERE / "site", HERE, tree, *ours) | {"OBSERVE_CHECKOUT": str(tree), "OBSERVE_OUT": str(out)}
         arguments = script_arguments(tree / SCRIPT, top, out)
         printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, *flags, cwd=out, env=env, timeout=1200)
         runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
@@ -317,9 +323,19 @@ def test_the_script_trains_all_steps_with_four_backward_passes(main_runs):
     records = read_log(patched.parent / "knots/log/knots.jsonl")
     for rank in seen:
         assert rank["passes"] == 2 * 2 * 2 * 4
-    shifted = [3 * s / (1 + 2 * s) for s in (1 - step / 16 for step in range(15))]  # upstream's --shift 3
-    assert records[0]["knots"] == list(best_knots(4, [int(1000 * sigma) for sigma in shifted]))
+    assert records[0]["knots"] == list(KNOTS)
     assert all(len(record["knots"]) == 4 and record["knots"][0] == 0 and record["knots"][-1] == 14 for record in records)
+
+
+def test_the_script_s_gradient_with_knots_is_the_fold_of_the_unpatched_one_s(main_runs):
+    """Of its first optimizer step, before clipping; folded with the upstream gradients that the unpatched script had."""
+    unpatched, patched = (main_runs[1][name][1] for name in ("all steps", "knots"))
+    expected, exact, found = (
+        torch.cat([rank[what] for rank in ranks]).double()
+        for ranks, what in ((unpatched, "with_knots"), (unpatched, "gradient"), (patched, "gradient"))
+    )
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert 0.01 < (found - exact).norm() / exact.norm() < 0.5
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):

@@ -166,7 +166,7 @@ def test_the_log_has_a_line_an_epoch_and_its_cosines_are_group_backward_s(cells)
 
 def test_a_probe_of_samples_in_orders_of_their_own_is_refused(cells):
     for records in cells:
-        assert records["refused"]["unsorted"].endswith("\nset JAGG_FRAC above 0, or unset JAGG_PROBE_EVERY")
+        assert records["refused"]["unsorted"].endswith("\nset JAGG_FRAC above 0 (or fewer JAGG_KNOTS), or unset JAGG_PROBE_EVERY")
 
 
 # -- (b) the patched file as __main__, with the configuration of upstream's own script

@@ -1,6 +1,7 @@
 """Python imports this at start-up when its folder is on PYTHONPATH: stand-ins and observers around an unchanged script.
 
 Only in torchrun's workers (RANK is set) with OBSERVE_CHECKOUT and OBSERVE_OUT; at exit OBSERVE_OUT/rank{N}.pt has what was seen.
+With OBSERVE_KNOTS, an unpatched script's file also has the gradient that its first optimizer step would have with those knots.
 """
 
 import atexit
@@ -11,6 +12,7 @@ if "RANK" in os.environ and "OBSERVE_OUT" in os.environ:
     import standins
     import torch
     import wandb
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.modules.module import register_module_forward_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,6 +27,28 @@ if "RANK" in os.environ and "OBSERVE_OUT" in os.environ:
             output[0].register_hook(count)
 
     register_module_forward_hook(watch_transformer)
+
+    clip = FullyShardedDataParallel.clip_grad_norm_
+
+    def watch_gradient(transformer, *args, **kwargs):
+        if "gradient" not in seen:
+            seen["gradient"] = torch.cat([p.grad.flatten() for p in transformer.parameters()])
+            if kept_calls:
+                seen["with_knots"] = kept_calls.gradient_with(transformer, knots)
+        return clip(transformer, *args, **kwargs)
+
+    FullyShardedDataParallel.clip_grad_norm_ = watch_gradient
+    kept_calls = None
+    if "OBSERVE_KNOTS" in os.environ:
+        from kept_calls import KeptCalls
+
+        knots, kept_calls = tuple(map(int, os.environ["OBSERVE_KNOTS"].split(","))), KeptCalls()
+
+        def keep_call(module, args, kwargs, output):
+            if isinstance(module, FullyShardedDataParallel) and module._is_root and output[0].requires_grad:
+                kept_calls.watch(args, kwargs, output[0])
+
+        register_module_forward_hook(keep_call, with_kwargs=True)
 
     def keep_optimizer(optimizer, *_):
         seen["optimizer"] = optimizer

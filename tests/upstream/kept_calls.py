@@ -29,7 +29,9 @@ class KeptCalls:
         n_visited = knots[-1] + 1
         for start in range(0, len(calls), n_visited):
             sample = sorted(calls[start : start + n_visited], key=lambda call: -call["kwargs"]["timestep"].item())
-            timesteps, grads = [call["kwargs"]["timestep"] for call in sample], [call["grad"] for call in sample]
+            # As the loop has them, whole: a bit of α turns the rounding to bfloat16.
+            timesteps = [(1000 * call["kwargs"]["timestep"]).round() for call in sample]
+            grads = [call["grad"] for call in sample]
             for knot, grad in folded(knots, timesteps, grads):
                 call = sample[knot]
                 with torch.autocast(**call["autocast"]):

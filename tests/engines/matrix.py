@@ -78,7 +78,10 @@ SKIP_RUNS = {
     for schedule in ("joint", "sequential")
     for skips in (False, True)
 }
-MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well
+# With knots six steps are visited, three and four of them from a knot to the next.
+SKIP_KNOTS = (0, 2, 5)
+SKIP_KNOT_RUNS = {label: settings | {"knots_at": SKIP_KNOTS} for label, settings in SKIP_RUNS.items()}
+MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well, and with knots
 DISAGREEING = ("FSDP1 FULL_SHARD", "DDP")  # with what is spoilt in one rank's rollout: which sample, which step
 SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last endpoint": (2, 4)}
 

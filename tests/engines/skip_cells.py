@@ -20,7 +20,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from engines import LEARNING_RATE
-from matrix import DISAGREEING, ENGINES, MOVED, N_SAMPLES, N_VISITED_SKIPPING, SKIP_CELLS, SKIP_RUNS, SPOILT
+from matrix import (
+    DISAGREEING,
+    ENGINES,
+    MOVED,
+    N_SAMPLES,
+    N_VISITED,
+    N_VISITED_SKIPPING,
+    SKIP_CELLS,
+    SKIP_KNOT_RUNS,
+    SKIP_RUNS,
+    SPOILT,
+)
 from matrix_cells import ARGS, Collectives, build, loop
 from observe import first_layer
 
@@ -37,7 +48,8 @@ def patched(cell, settings, engine, counts_gathers):
     """
     record, said, calls = {"forwards": [], "gathers": [], "log_probs": []}, io.StringIO(), []
     first_layer(engine.transformer).register_forward_hook(lambda *_: calls.append(True))
-    handle = install(vars(loop), config=JaggConfig(group_size=4, frac=cell.frac, self_check=False, **settings))
+    plan = {} if "knots_at" in settings else {"group_size": 4, "frac": cell.frac}
+    handle = install(vars(loop), config=JaggConfig(self_check=False, **plan | settings))
     forward = loop.grpo_one_step
 
     def watched_forward(*args):
@@ -137,6 +149,7 @@ def run_engine(name):
         moved = partial(whole, rates=(MOVING_RATE, LEARNING_RATE))
         skipping = {label: settings for label, settings in SKIP_RUNS.items() if settings["skip_forwards"]}
         records |= {"moved": run_all(moved), "moved, stale": run_all(moved, stale_outputs, skipping)}
+        records["knots"] = run_all(partial(whole, sampling_steps=N_VISITED + 1, timestep_fraction=1.0), runs=SKIP_KNOT_RUNS)
     if name in DISAGREEING:
         every_step = partial(whole, n_samples=3, sampling_steps=6, timestep_fraction=1.0)
         records |= {place: run_all(every_step, partial(spoilt_rollout, *spoilt)) for place, spoilt in SPOILT.items()}

@@ -7,9 +7,22 @@ step it is near it. Where one rank's rollout can't stand for forwards, both run 
 import pytest
 import torch
 from launch import forked
-from matrix import DISAGREEING, ENGINES, HERE, MOVED, N_BLOCKS, N_RANKS, N_SAMPLES, N_VISITED_SKIPPING, SPOILT, relative_error
+from matrix import (
+    DISAGREEING,
+    ENGINES,
+    HERE,
+    MOVED,
+    N_BLOCKS,
+    N_RANKS,
+    N_SAMPLES,
+    N_VISITED,
+    N_VISITED_SKIPPING,
+    SPOILT,
+    relative_error,
+)
 
 PLACES = [(engine, cell) for engine, row in ENGINES.items() for cell in row.skip_cells]
+WITH_KNOTS = [(engine, "knots") for engine in MOVED]
 PREPARING = ("DDP", "accelerate")  # engines whose forward prepares the reduction
 GATHERING = ("FSDP1 FULL_SHARD", "FSDP1 HYBRID_SHARD", "FSDP2")
 LINE = "JAGG: no forwards are skipped from here on: "
@@ -48,7 +61,7 @@ def all_and_skipping(runs, schedule):
 
 
 @each_schedule
-@each(PLACES)
+@each([*PLACES, *WITH_KNOTS])
 def test_the_update_is_that_of_all_forwards(ranks, schedule):
     for runs in ranks:
         full, skipping = all_and_skipping(runs, schedule)
@@ -74,7 +87,22 @@ def test_the_plan_s_forwards_are_skipped(ranks, engine, cell, schedule):
         assert skipping["stats"]["skipped_forwards"] == len(planned) - sum(planned) > 0
 
 
-@each([*PLACES, *((engine, "moved") for engine in MOVED), *((engine, place) for engine in DISAGREEING for place in SPOILT)])
+@each_schedule
+@each(WITH_KNOTS)
+def test_between_knots_all_forwards_are_skipped_where_two_share_a_backward_and_all_but_one_elsewhere(ranks, schedule):
+    """In joint the first two do, so that both are run at once. The last knot is looked ahead at, and run in its own turn.
+
+    In sequential three steps from one knot to the next are the forwards that a gap needs.
+    """
+    sample = [2, 0, 1, 0, 0, 1] if schedule == "joint" else [1, 1, 2, 0, 0, 1]
+    for runs in ranks:
+        full, skipping = all_and_skipping(runs, schedule)
+        assert full["forwards"] == [1] * N_VISITED * N_SAMPLES
+        assert skipping["forwards"] == [1] * N_VISITED + sample * (N_SAMPLES - 1)
+        assert skipping["stats"]["backward_passes"] == 3 * N_SAMPLES
+
+
+@each([*PLACES, *WITH_KNOTS, *((engine, "moved") for engine in MOVED), *((engine, place) for engine in DISAGREEING for place in SPOILT)])
 def test_the_ranks_agree(ranks):
     for run, record in ranks[0].items():
         assert torch.equal(record["weights"], ranks[1][run]["weights"])

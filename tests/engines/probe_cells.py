@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from live import Allocated
 from matrix import Cell
-from observe import Loop, model_output, recorded_steps
+from observe import Loop, folded, model_output, recorded_steps
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -164,6 +164,9 @@ PROBED = dict(group_size=3, probe_every=1)
 JOINT = dict(group_size=3, frac=0.5, schedule="joint")  # the groups that frac=auto starts with
 SEQUENTIAL = JOINT | dict(schedule="sequential")
 SKIPPING = JOINT | dict(skip_forwards=True)
+KNOTS = dict(knots_at=(0, 3, 5), schedule="joint")
+# What the probe compares with knots that are named: those, and the knots of groups of three.
+KNOT_SETS = ((0, 3, 5), (0, 2, 3, 5))
 # The cosine of all groups at each training step, and how many of the three groups are routed in it under frac=auto.
 N_FOLLOWED = 9
 SCRIPT = ((0.9, 2), (0.9, 2), (0.5, 3), (0.5, 3), (0.9, 0), (None, 0), (0.9, 0), (0.9, 1))
@@ -279,22 +282,42 @@ def run(kind, settings=None, n_training_steps=2, sets_to_none=True, prepare=lamb
     return found, recorded
 
 
+def velocity(model, step):
+    torch.set_rng_state(step["rng"])
+    return model_output(loop, Loop(), {"arguments": step["arguments"] | {"transformer": model}})
+
+
 def agreement(model, members, schedule):
     """Cosine and relative error of one group's gradient on `model`, averaged over the ranks."""
 
-    def velocity(j):
-        torch.set_rng_state(members[j]["rng"])
-        return model_output(loop, Loop(), {"arguments": members[j]["arguments"] | {"transformer": model}})
-
-    gradients = []
-    for groups in (True, False):
-        model.zero_grad()
+    def backward(groups):
         group_backward(
-            velocity,
+            lambda j: velocity(model, members[j]),
             lambda j, v_hat: (members[j]["grad"] * v_hat).sum(),
             torch.stack([member["arguments"]["timesteps"] for member in members]),
             JaggConfig(enabled=groups, schedule=schedule),
         )
+
+    return agreement_of(model, functools.partial(backward, True), functools.partial(backward, False))
+
+
+def agreement_with(model, sample, knots):
+    """The same of all of a sample's steps together, with these knots; folded by the formula that the tests have."""
+
+    def backward(knots):
+        timesteps = [step["arguments"]["timesteps"] for step in sample]
+        for knot, grad in folded(tuple(knots), timesteps, [step["grad"] for step in sample]):
+            velocity(model, sample[knot]).backward(grad)
+
+    return agreement_of(model, functools.partial(backward, knots), functools.partial(backward, range(len(sample))))
+
+
+def agreement_of(model, jagg, exact):
+    """Of the gradients that two functions leave."""
+    gradients = []
+    for backward in (jagg, exact):
+        model.zero_grad()
+        backward()
         gradients.append(gradient(engines.trained(model)).double())
     jagg, exact = gradients
     if isinstance(model, Denoiser):
@@ -317,6 +340,7 @@ def run_engine(name):
     if name in FOLLOWED:
         runs |= {"sequential": SEQUENTIAL, "auto, zeroed, probed": PROBED | SEQUENTIAL | dict(frac="auto")}
         runs |= {"skipping": SKIPPING, "skipping, probed": PROBED | SKIPPING}
+        runs |= {"knots": KNOTS, "knots, probed": dict(probe_every=1) | KNOTS}
     for run_name, settings in runs.items():
         records[run_name], found = run(kind, settings, sets_to_none="zeroed" not in run_name)
         records[run_name]["records"] = found
@@ -328,6 +352,8 @@ def run_engine(name):
             for size, groups in PARTITIONS.items()
             for schedule in (("joint", "sequential") if kind.rounds else ("sequential",))
         }
+        if name in FOLLOWED:
+            records["references with knots"] = {knots: agreement_with(model, sample, knots) for knots in KNOT_SETS}
     return records
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import forked
 from matrix import HERE, N_RANKS
-from probe_cells import CELLS, FAULTS, FOLLOWED, KINDS, N_SAMPLES, N_VISITED, PARTITIONS, SCRIPT, UNRUNNABLE, ZERO
+from probe_cells import CELLS, FAULTS, FOLLOWED, KINDS, KNOT_SETS, N_SAMPLES, N_VISITED, PARTITIONS, SCRIPT, UNRUNNABLE, ZERO
 
 # Runs with the probe, and those that they are to train like. Zeroed: with zero_grad(set_to_none=False) in the loop.
 PAIRS = {
@@ -16,8 +16,10 @@ PAIRS = {
     "joint, probed": "joint",
     "auto, zeroed, probed": "sequential",
     "skipping, probed": "skipping",
+    "knots, probed": "knots",
 }
-PLACES = [(kind, run) for kind in KINDS for run in PAIRS if kind in FOLLOWED or not run.startswith(("auto", "skipping"))]
+GROUPED = [run for run in PAIRS if not run.startswith("knots")]
+PLACES = [(kind, run) for kind in KINDS for run in GROUPED if kind in FOLLOWED or not run.startswith(("auto", "skipping"))]
 # With dropout, a run whose order is sorted has other random numbers at each step than the unpatched one, whose numbers they are.
 SAME_NUMBERS = [(kind, run) for kind, run in PLACES if not KINDS[kind].dropout or run == "frac 0, zeroed, probed"]
 
@@ -27,6 +29,7 @@ def each(places):
 
 
 every_run = each(PLACES)
+WITH_KNOTS = [(kind, "knots, probed") for kind in FOLLOWED]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def tiles(groups, n_steps):
 # -- every engine
 
 
-@every_run
+@each([*PLACES, *WITH_KNOTS])
 def test_training_is_bit_identical(ranks, run):
     for runs in ranks:
         require_same_training(runs[run], runs[PAIRS[run]])
@@ -124,6 +127,22 @@ def test_the_ranks_agree_on_different_samples(ranks, run):
     for name in ("cosine", "relative_error", "routed"):
         assert read(ranks[0], name) == read(ranks[1], name)
     assert read(ranks[0], "timesteps") != read(ranks[1], "timesteps")
+
+
+@pytest.mark.parametrize("cell", FOLLOWED)
+def test_the_numbers_with_knots_are_those_of_a_copy_without_an_engine(ranks):
+    """Of the first training step: the gradient of all steps together, with the run's knots and with those of groups of three."""
+    for runs in ranks:
+        record, _ = runs["knots, probed"]["records"]
+        assert tuple(record["knots"]) == (0, 3, 5) and [tuple(row["knots"]) for row in record["probe"]] == [*KNOT_SETS]
+        assert [row["group_size"] for row in record["probe"]] == [None, 3]
+        assert record["backward_passes"] == N_SAMPLES * 3
+        for row in record["probe"]:
+            expected = runs["references with knots"][tuple(row["knots"])]
+            assert (row["cosine"], row["relative_error"]) == pytest.approx(expected, rel=0, abs=1e-6)
+            assert 0.6 < row["cosine"] < 0.999 and row["relative_error"] > 0.05
+    values = [[(row["cosine"], row["relative_error"]) for row in runs["knots, probed"]["records"][0]["probe"]] for runs in ranks]
+    assert values[0] == values[1]
 
 
 @pytest.mark.parametrize("cell", FOLLOWED)

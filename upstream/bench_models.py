@@ -42,7 +42,9 @@ FLUX, QWEN = "FluxTransformer2DModel", "QwenImageTransformer2DModel"
 TINY = dict(in_channels=4, num_layers=0, num_single_layers=2, attention_head_dim=64, num_attention_heads=3)
 TINY |= dict(joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(16, 24, 24))
 MODELS = {
-    "small": Model(FLUX, TINY, ("num_single_layers",), side=26, text=32, cases=SMALL, knots=ALL_KNOTS[:6], seconds=150, least_rounds=3),
+    "small": Model(
+        FLUX, TINY, ("num_single_layers",), side=26, text=32, cases=SMALL, knots=ALL_KNOTS[:6], seconds=150, least_rounds=3
+    ),
     "flux": Model(FLUX, {"guidance_embeds": True}, ("num_layers", "num_single_layers")),
     "qwenimage": Model(QWEN, {}),
 }

@@ -89,7 +89,7 @@ def test_the_plan_s_forwards_are_skipped(ranks, engine, cell, schedule):
 
 @each_schedule
 @each(WITH_KNOTS)
-def test_between_knots_all_forwards_are_skipped_where_two_share_a_backward_and_all_but_one_elsewhere(ranks, schedule):
+def test_between_knots_all_forwards_are_skipped_or_all_but_the_look_ahead(ranks, schedule):
     """In joint the first two do, so that both are run at once. The last knot is looked ahead at, and run in its own turn.
 
     In sequential three steps from one knot to the next are the forwards that a gap needs.

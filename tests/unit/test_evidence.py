@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -51,6 +52,51 @@ PROBE_LINES += [("0.7, random 9 of 15", dict(eta=0.7, visited="random")), ("0.7,
 @pytest.mark.parametrize(("label", "wanted"), PROBE_LINES, ids=[label for label, _ in PROBE_LINES])
 def test_gradient_quality(label, wanted):
     assert probe_line(label, **wanted) in page("upstream/probe-results/README.md")
+
+
+KNOTS = result("knots-results/knots")["rows"]
+
+
+def knot_rows(way, **wanted):
+    return [row for row in KNOTS if row["way"] == way and all(row[key] == value for key, value in wanted.items())]
+
+
+def knot_cell(way, **wanted):
+    """`cosine (relative error)` of a whole update; nothing where there is no such row."""
+    means = [[row[name]["mean"] for name in ("cosine", "relative_error")] for row in knot_rows(way, **wanted)]
+    return "".join("{:.3f} ({:.3f})".format(*pair) for pair in means)
+
+
+def knot_lines():
+    """Of the script's own setting by number of knots, then of each setting by the rule."""
+    own = dict(eta=0.7, shift=3.0, visited="all")
+    for n in range(2, 11):
+        cells = [knot_cell(way, passes=n, **own) for way in ("rule", "rule, unmeasured", "best", "published")]
+        (row,) = knot_rows("rule", passes=n, **own)
+        yield f"| {n} | {' | '.join(cells)} | {', '.join(map(str, row['knots']))} |"
+    for visited, name in (("all", "all 15"), ("random", "random 9")):
+        for shift, eta in product((1.0, 3.0), (0.3, 0.7, 1.0)):
+            cells = [knot_cell("rule", passes=n, eta=eta, shift=shift, visited=visited) for n in (4, 5, 6, 7)]
+            yield f"| {eta:g} | {shift:g} | {name} | {' | '.join(cells)} |"
+
+
+def test_the_gradient_s_quality_with_knots():
+    assert "\n".join(list(knot_lines())[:9]) in page("upstream/knots-results/README.md")
+    assert "\n".join(list(knot_lines())[9:]) in page("upstream/knots-results/README.md")
+    for n, cosine in ((4, 0.977), (5, 0.987), (6, 0.993)):
+        assert knot_cell("rule", passes=n, eta=0.7, shift=3.0, visited="all").startswith(f"{cosine} ")
+        assert re.search(rf"`JAGG_KNOTS={n}`.*\| {cosine} \|", page("jagg_patch/method/README.md"))
+
+
+def test_the_rule_s_error_is_near_the_best_set_s():
+    """Within a tenth at the script's own noise and shift, within a fourth anywhere."""
+    rule, best = (
+        {(row["eta"], row["shift"], row["passes"]): row["relative_error"]["mean"] for row in knot_rows(way, visited="all")}
+        for way in ("rule", "best")
+    )
+    ratios = {cell: rule[cell] / best[cell] for cell in best}
+    assert max(ratio for (eta, shift, _), ratio in ratios.items() if (eta, shift) == (0.7, 3.0)) < 1.1
+    assert max(ratios.values()) < 1.25 and len(ratios) == 6 * 9
 
 
 def parity_line(arm):
@@ -124,6 +170,7 @@ def test_the_report_of_a_run_of_the_mini_trainer(monkeypatch, capsys):
 FILES = [
     "bench-results/bench",
     "probe-results/probe",
+    "knots-results/knots",
     "parity-results/groups",
     "demo-results/comparison",
     "flow-results/fast",
@@ -141,5 +188,6 @@ def test_each_result_says_what_made_it(name):
 
 if __name__ == "__main__":  # what the pages should say
     print("\n".join(probe_line(label, **wanted) for label, wanted in PROBE_LINES))
+    print("\n".join(knot_lines()))
     print("\n".join(bench_line(case, part) for part in ("update", "training_step") for case in BENCH_CASES))
     print("\n".join(parity_line(arm) for arm in result("parity-results/groups")["arms"]))

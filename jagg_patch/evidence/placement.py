@@ -59,7 +59,7 @@ class Placement(Watcher):
         self._seen = noise_levels(step, order)
         if self._sigmas is None or len(self._sigmas) != order.n_visited:
             self._n_knots = knots_at_start(order.n_visited) if self.is_auto else min(self._config.knots, order.n_visited)
-            self._sigmas, self._sizes = same_on_all(gathered(self._seen)), None
+            self._sigmas, self._sizes, self._knots = same_on_all(gathered(self._seen)), None, ()
             self._place()
 
     def proxy_given(self, session, visit, value):

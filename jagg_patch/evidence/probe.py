@@ -16,7 +16,7 @@ from ..errors import JaggError, no_probe
 from ..loop.watcher import Watcher
 from ..method.folding import fold, shares
 from ..method.plan import groups_of, knots_of, places, whole_groups
-from ..method.quality import agreement
+from ..method.quality import added, agreement
 from ..ranks import gathered
 from .log import now
 from .replay import KeptForward, backward_as_trained, compare, is_of, nothing_changed, reach, why_no_replay
@@ -150,10 +150,6 @@ class Probe(Watcher):
             counts, known = torch.zeros(len(knots), *timesteps.shape), False
         upstream_grads = [forward.upstream_grad for forward in members]
         return known & backward_as_trained(session, members, group, fold(upstream_grads, counts), aside)
-
-
-def added(sums):
-    return [sum(values) for values in zip(*sums, strict=True)]
 
 
 class GroupProbe(Probe):

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engines import engine_of
@@ -25,6 +26,7 @@ class KeptForward:
     versions: of what else it might change.
     output: what the model gave, `[B, ...]`. upstream_grad: its loss's s_j, once that has come.
     was_run: whether it has been, or its output been estimated.
+    result: copies of the tensors in what it returned, if they are kept. again: the same of when it was run last.
     """
 
     visit: object
@@ -36,6 +38,8 @@ class KeptForward:
     output: torch.Tensor | None = None
     upstream_grad: torch.Tensor | None = None
     was_run: bool = True
+    result: list | None = None
+    again: list | None = None
 
     @classmethod
     def of(cls, visit):
@@ -73,7 +77,7 @@ class KeptForward:
                 if state["enabled"]:
                     stack.enter_context(torch.autocast(**state))
             put_back(self.random)
-            self.visit.forward()
+            self.again = copies(self.visit.forward())
         if len(outputs) != 1:
             raise JaggError(
                 f"{self.visit.where}: the solver step ran {len(outputs)} times in one training forward, not once\n"
@@ -85,6 +89,13 @@ class KeptForward:
         """Whether `run` gave again what the update had; it doesn't if the loop changes its samples in place, say."""
         difference = (output.detach() - self.output).float().norm()
         return not bool(difference > same * self.output.float().norm())  # NaN is what it was
+
+    def returned_again(self, same=SAME):
+        """Whether `run` has returned what the training forward did, besides the model output; as far as that is known."""
+        if self.result is None:
+            return True
+        pairs = zip(self.result, self.again, strict=False)
+        return len(self.result) == len(self.again) and all(is_alike(*pair, same) for pair in pairs)
 
     def backward(self, session, grad, aside):
         """Run it, and the backward pass from its output with `grad`. Whether it `was` the same."""
@@ -160,6 +171,17 @@ def why_no_replay(optimizer, model, reached):
     if engine.waits_for_all_weights and {weight for weight in own if weight.requires_grad} - reached:
         return "DDP waits for weights that the model's output doesn't depend on, but another term of the loss may"
     return None
+
+
+def copies(result):
+    """The tensors in what a forward returns, also in an object's attributes."""
+    values = tree_leaves(result)
+    values += tree_leaves([vars(value) for value in values if not torch.is_tensor(value) and hasattr(value, "__dict__")])
+    return [value.detach().clone() for value in values if torch.is_tensor(value)]
+
+
+def is_alike(one, other, same):
+    return one.shape == other.shape and not bool((other.float() - one.float()).norm() > same * one.float().norm())
 
 
 def random_state():

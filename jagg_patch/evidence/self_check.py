@@ -4,10 +4,12 @@ A group's backward passes come later than the unpatched trainer's. A model that 
 reads it in the backward, wouldn't notice. So a group's gradient is computed once more, right before the optimizer step: each
 knot's forward and its backward, with what training gave to its pass. The two must agree to rounding, for every model. That is
 done for each group of the plan, one before an optimizer step, since what a model does may go by the timestep; and once more where
-the schedule changes, where forwards begin to be skipped, and where an optimizer has stepped since the rollout.
+the schedule changes, where forwards begin to be skipped, and where an optimizer has stepped since the rollout. The run's first
+check comes before anything has been trained, when an adapter may do nothing yet: it is made again after the others.
 """
 
 import math
+from collections import Counter
 from functools import partial
 
 import torch
@@ -19,11 +21,14 @@ from ..errors import JaggError
 from ..loop.between import compares
 from ..loop.watcher import Watcher
 from ..loop.weights import weights_reached
+from ..method.quality import added, sums
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_low, is_of, nothing_changed, reach, why_no_replay
+from .replay import KeptForward, backward_as_trained, copies, is_low, is_of, nothing_changed, reach, why_no_replay
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
+OF_ONE_WEIGHT = 5  # times that, where it is more than `LOST` of it in the whole gradient, which has less rounding
+LOST = 1 / 30
 REPEATED = 0.01  # of these: what a forward that is run again may differ
 
 
@@ -32,11 +37,12 @@ class SelfCheck(Watcher):
 
     def __init__(self, config, say=lambda line: None):
         self._is_on = config.enabled and config.self_check
-        self._checked = WeakIdKeyDictionary()  # by a model's first weight: `_way_of` groups, the same on every rank
+        self._checked = WeakIdKeyDictionary()  # by a model's first weight: how often in `_way_of` groups; the same on every rank
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
         self._has_asked = self._has_said = False  # whether an optimizer of its weights has stepped, and that none has
+        self._others_are_said = False
         self._has_moved = False  # since the rollout, from which a model may keep what is out of date then
         self.seconds = 0.0
         self.is_measuring = False
@@ -64,7 +70,7 @@ class SelfCheck(Watcher):
     def group_begins(self, session, visit):
         if not self._is_on or self._why_not is not None or self._group is not None or compares(session, session.group):
             return
-        if self._are_checked(session, visit.step.model, [session.group.plan]):
+        if not self._is_due(session, visit.step.model, session.group.plan):
             return
         self._model = visit.step.model  # of an update's models, the first that hasn't been checked
         self._group, self._where, self._way = session.group, visit.where, self._way_of(session, session.group.plan)
@@ -90,6 +96,10 @@ class SelfCheck(Watcher):
     def proxy_given(self, session, visit, value):
         if self._is_ours(session):
             self._forwards[-1].output = value.detach().clone()
+
+    def step_ends(self, session, visit, result):
+        if self._is_ours(session):
+            self._forwards[-1].result = copies(result)
 
     def gradient_comes(self, session, group, place, ready):
         if group is self._group:
@@ -119,7 +129,7 @@ class SelfCheck(Watcher):
         self._has_moved |= self._model is not None and is_of(optimizer, self._model)
 
     def _check_at(self, session, optimizer):
-        if not self._is_on or self._are_checked(session, self._model, session.order.groups):
+        if not self._is_on or not any(self._is_left(session, self._model, group) for group in session.order.groups):
             return
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
@@ -138,9 +148,18 @@ class SelfCheck(Watcher):
             self.seconds = now() - start
         self._drop()
 
-    def _are_checked(self, session, model, groups):
-        wanted = {self._way_of(session, group) for group in groups}
-        return model is not None and wanted <= self._checked.get(first_weight(model), set())
+    def _times(self, model):
+        return Counter() if model is None else self._checked.setdefault(first_weight(model), Counter())
+
+    def _is_left(self, session, model, group):
+        times, way = self._times(model), self._way_of(session, group)
+        return times[way] < (2 if way == next(iter(times), None) else 1)
+
+    def _is_due(self, session, model, group):
+        """The first one's second time comes when all have had their first."""
+        times, groups = self._times(model), [group, *session.order.groups]
+        had_none, *others = [not times[self._way_of(session, one)] for one in groups]
+        return had_none or (not any(others) and self._is_left(session, model, group))
 
     def _way_of(self, session, group):
         """How a group of the plan runs, and where it begins: the same on every rank."""
@@ -169,8 +188,13 @@ class SelfCheck(Watcher):
         finally:
             self.is_measuring = False
         if math.isfinite(found["error"]):  # else there was no gradient, or no finite one: the next group's
-            self._checked.setdefault(first_weight(self._model), set()).add(self._way)
+            self._times(self._model)[self._way] += 1
             self._judge(**found)
+
+    def _name(self, place):
+        names = {id(weight): name for name, weight in self._model.named_parameters()}
+        of_others = place == len(self._parameters)
+        return f"the gradient of {'another network' if of_others else names.get(id(self._parameters[place]), 'a weight')}"
 
     def _give_up(self, why):
         self._is_on = False
@@ -185,74 +209,95 @@ class SelfCheck(Watcher):
         plan = self._group.plan
         knots = [self._forwards[self._group.index(position)] for position in plan.knots]
         between = [forward for forward in self._forwards if forward not in knots]
-        outputs, weights, total, squares = [], [], {}, 0.0  # total: the gradient at once
+        outputs, weights, total = [], [], {}  # total: the gradient at once
+        sizes = [0.0] * (len(self._parameters) + 1)
         low, is_same = self._group.engine.rounds_gradients, True
 
         def run_forward(forward):
             outputs.append(forward.run(session))
 
         def run_backward(forward, gradient):
-            nonlocal low, is_same, squares
+            nonlocal low, is_same, sizes
             output = outputs.pop()
             weights.append(weights_reached(output))
             low |= is_low(output)
             is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
             part = aside.take("cpu")
-            squares += compare(part, part)[2]
+            sizes = [size + more for size, more in zip(sizes, squares_by_weight({}, part, self._parameters), strict=True)]
             for parameter, grad in part.items():
                 total[parameter] = total[parameter] + grad if parameter in total else grad.float()
 
         def compare_with_own():
-            return math.inf if own is None else distance(own, total), squares, low, is_same
+            apart = None if own is None else squares_by_weight(own, total, self._parameters)
+            return apart, sizes, low, is_same
 
         def run_as_trained():
             backward_as_trained(session, self._forwards, plan, folded, aside)
-            return distance(aside.take("cpu"), total)
+            return squares_by_weight(aside.take("cpu"), total, self._parameters)
 
         for forward, gradient in zip(knots, folded, strict=True):
             _exchanged(partial(run_forward, forward))
             _exchanged(partial(run_backward, forward, gradient))
         aparts, sizes, lows, same = zip(*_exchanged(compare_with_own), strict=True)
-        size, low = sum(sizes), any(lows)
-        own_error = error = relative(sum(aparts), size)
-        if not error <= rounding(low):  # the loop's own gradients may be among training's
-            error = relative(sum(_exchanged(run_as_trained)), size)
+        sizes, low = added(sizes), any(lows)
+        error, of_one = errors(added(aparts), sizes, rounding(low)) if own is not None else (math.inf, None)
+        own_error = error
+        if not error <= rounding(low) or of_one:  # the loop's own gradients may be among training's
+            error, of_one = errors(added(_exchanged(run_as_trained)), sizes, rounding(low))
         if not all(same):
             raise _CannotCheck("a forward gives something else when it is run again: it goes by what is set elsewhere")
-        looked_at = knots[1:] if session.skipping.is_on else ()  # without a graph, before their own turn
-        everyone = _exchanged(lambda: self._between(session, between, looked_at, weights[0], rounding(low), aside))
-        other, adds, differs = (next(filter(None, values), None) for values in zip(*everyone, strict=True))
-        return {"error": error, "own_error": own_error, "is_low": low, "other": other, "adds": adds, "differs": differs}
+        found = {"error": error, "of_one": of_one, "own_error": own_error, "is_low": low}
+        return found | self._between(session, between, knots, weights[0], rounding(low), aside)
 
-    def _between(self, session, between, looked_at, weights, same, aside):
-        """Which steps between use other weights, add a gradient to a backward that is given zeros, or go by the grad mode."""
-        other = adds = differs = None
-        for forward in looked_at:
-            with torch.no_grad():
-                if not forward.was(forward.run(session), same):
-                    differs = differs or forward.visit.where
-        for forward in between:
-            output = forward.run(session)
-            if weights_reached(output) != weights:
-                other = other or forward.visit.where
-            was_same = forward.backward_from(output, torch.zeros_like(output), aside, same)
-            if any(bool((gradient.abs() > 0).any()) for gradient in aside.take().values()):
-                adds = adds or forward.visit.where
-            if forward.was_run and not was_same:
+    def _between(self, session, between, knots, weights, same, aside):
+        """The first step between that uses other weights, adds a gradient to a backward of zeros, or goes by the grad mode.
+
+        All ranks run the same forwards, also where one of them alone has a doubt.
+        """
+        doubts = {}  # by number: whether it is of the model's output, and not of what the training forward has returned alone
+
+        def run_with_graphs():
+            other = adds = None
+            for number, forward in enumerate(between):
+                output = forward.run(session)
+                if weights_reached(output) != weights:
+                    other = other or forward.visit.where
+                was_same = forward.backward_from(output, torch.zeros_like(output), aside, same)
+                if any(bool((gradient.abs() > 0).any()) for gradient in aside.take().values()):
+                    adds = adds or forward.visit.where
+                if forward.was_run and not (was_same and forward.returned_again(same)):
+                    doubts[number] = not was_same
+            return other, adds, set(doubts)
+
+        def run_without(numbers):
+            differs = None
+            for forward in knots[1:] if session.skipping.is_on else ():  # looked at so, before their own turn
+                with torch.no_grad():
+                    if not forward.was(forward.run(session), same):
+                        differs = differs or forward.visit.where
+            for number in sorted(numbers):
+                forward = between[number]
                 with torch.no_grad():
                     if not forward.was(forward.run(session), same):
                         raise ValueError("it gives something else when it is run again")
-                differs = differs or forward.visit.where
-        return other, adds, differs
+                if number in doubts and (doubts[number] or forward.returned_again(same)):
+                    differs = differs or forward.visit.where
+            return differs
 
-    def _judge(self, error, own_error, is_low, other, adds, differs):
-        if error > rounding(is_low):
+        others, adds, numbers = zip(*_exchanged(run_with_graphs), strict=True)
+        found = {"other": others, "adds": adds, "differs": _exchanged(partial(run_without, set().union(*numbers)))}
+        return {name: next(filter(None, of_ranks), None) for name, of_ranks in found.items()}
+
+    def _judge(self, error, own_error, of_one, is_low, other, adds, differs):
+        if error > rounding(is_low) or of_one:
+            which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._name(of_one[0]), of_one[1])
             raise JaggError(
-                f"{self._where}: the group's gradient is {error:.1%} off the one with each backward right after its forward\n"
+                f"{self._where}: {which} is {size:.1%} off the one with each backward right after its forward\n"
                 "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): run "
                 "with JAGG_ENABLED=0"
             )
-        if rounding(is_low) < own_error < math.inf:
+        if rounding(is_low) < own_error < math.inf and not self._others_are_said:
+            self._others_are_said = True
             self._say(
                 f"JAGG: {own_error:.1%} of a group's gradient hasn't come through the model's outputs (a penalty on weights?), "
                 "and hasn't been checked"
@@ -269,7 +314,7 @@ class SelfCheck(Watcher):
             )
         if differs is not None:
             raise JaggError(
-                f"{differs}: the model gives something else where no gradient is asked for (a cache for rollouts?)\n"
+                f"{differs}: the training forward gives something else where no gradient is asked for (a cache for rollouts?)\n"
                 "the steps between are run so, and their losses would be others: switch it off, or run with JAGG_ENABLED=0"
             )
 
@@ -304,9 +349,26 @@ def relative(squared_distance, squared_size):
     return math.sqrt(squared_distance / squared_size) if squared_size > 0 else math.nan
 
 
-def distance(whole, total):
-    """Squared, over the weights of which there is a gradient in `total`."""
-    return compare({parameter: whole[parameter] for parameter in total if parameter in whole}, total)[3]
+def squares_by_weight(approximate, exact, weights):
+    """|a - e|² of each of the `weights`, then of all others together, where there is a gradient in `exact`."""
+    places = {weight: place for place, weight in enumerate(weights)}
+    found = [0.0] * (len(weights) + 1)
+    for weight, gradient in exact.items():
+        if isinstance(weight, torch.nn.Parameter):
+            found[places.get(weight, -1)] += sums([approximate.get(weight)], [gradient])[3]
+    return found
+
+
+def errors(apart, sizes, rounding):
+    """Relative, of a whole gradient; and `(place, error)` of the weight that is furthest off, if no rounding can have done that.
+
+    `apart` and `sizes` are squares by weight. What a gradient that cancels out leaves of a weight may be rounding alone.
+    """
+    lost = (rounding * LOST) ** 2 * sum(sizes)
+    pairs = enumerate(zip(apart, sizes, strict=True))
+    off = [(math.sqrt(one / size) if size else math.inf, place) for place, (one, size) in pairs if one > lost]
+    error, place = max(off, default=(0.0, None))
+    return relative(sum(apart), sum(sizes)), (place, error) if error > OF_ONE_WEIGHT * rounding else None
 
 
 def first_weight(model):

@@ -133,6 +133,8 @@ class LookAhead(_Recorded):
         skipping.compare(None if last is None else first, output)
         if not self._group.stand_in.is_ready:
             skipping.doubts("the training forward doesn't call the model that it is given")
+        if self._group.stand_in.has_reference:
+            skipping.doubts("the training forward calls the model without gradients too (for a reference?)")
         if not skipping.is_agreed(output.device):
             return
         ahead = self._run_last(session, visit, skipping.records.latents(self._entries[-1]).to(output.device))
@@ -206,10 +208,13 @@ class StandIn:
     def __init__(self, model):
         self._model = model
         self._output = None
-        self.is_called = False
+        self.is_called = self.has_reference = False
 
     def returned(self, output):
-        self._output = tree_map(_detached, output)
+        if torch.is_grad_enabled():
+            self._output = tree_map(_detached, output)
+        else:
+            self.has_reference = True  # for which the policy's output can't stand
 
     @property
     def is_ready(self):

@@ -235,7 +235,8 @@ def require_gradient(group, position):
         raise JaggError(
             f"{group.where}: no gradient arrived for step {position - group.positions[0]} of the group before the "
             "group went on\n"
-            "every step's loss needs its own .backward() in the loop, right after the step: run with JAGG_ENABLED=0"
+            "every step's loss needs its own .backward() in the loop, without inputs=, right after the step: run with "
+            "JAGG_ENABLED=0"
         )
 
 

@@ -30,17 +30,19 @@ class Schedule(Watcher):
         """How the knots of the next group run their backward passes. All ranks get here after equally many groups and updates."""
         if engine.looks_for_unused_parameters:
             self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
-        if self.name == "auto" and any(parameter._backward_hooks for parameter in engine.parameters()):
-            self.settle("sequential", "a hook on a parameter's gradient would get both passes' at once")
-        self._decide(engine.model)
+        self._decide(engine)
         return Joint() if self.name == "joint" else Sequential()
 
-    def _decide(self, model):
+    def _decide(self, engine):
         """If it is time to."""
         if self.name != "auto" or self._n_updates < MEASURED_UPDATES:
             return
-        mine = free_bytes(), joint_excess(model, self._graph_bytes)
-        rank, (free, needed) = min(enumerate(gathered(mine)), key=lambda entry: entry[1][0] - entry[1][1])
+        has_hooks = any(parameter._backward_hooks for parameter in engine.parameters())  # on one rank alone, maybe
+        everyone = gathered((free_bytes(), joint_excess(engine.model, self._graph_bytes), has_hooks))
+        if any(has_hooks for *_, has_hooks in everyone):
+            self.settle("sequential", "a hook on a parameter's gradient would get both passes' at once")
+            return
+        rank, (free, needed, _) = min(enumerate(everyone), key=lambda entry: entry[1][0] - entry[1][1])
         name = "joint" if free >= needed else "sequential"
         self.settle(name, f"joint needs {in_gb(needed)} more than unpatched, {in_gb(free)} are free on the fullest rank ({rank})")
 

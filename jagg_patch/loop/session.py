@@ -247,6 +247,8 @@ class Session:
                 value = self.group.way.solver_input(self, visit, output)
                 self.tell("proxy_given", visit, value)
                 yield value
+            # The forward may go on to a loss of its own (a KL from the solver's mean); `_run_grouped` puts back what was before.
+            torch.set_grad_enabled(True)
             self.tell("solver_ends", visit)
 
     @contextmanager

@@ -36,6 +36,11 @@ def sums(approximate, exact):
     return total
 
 
+def added(vectors):
+    """Their sum, place by place: `sums` of all shards, say."""
+    return [sum(values) for values in zip(*vectors, strict=True)]
+
+
 def agreement(totals):
     """The `Agreement` that `sums`, added up over shards, come to. Totals that aren't finite or are zero give None."""
     dot, approximate, exact, difference = totals = list(totals)

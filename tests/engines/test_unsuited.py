@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import AUXILIARY, CELLS, HEADS, LONELY, N_RANKS
+from unsuited_cells import AUXILIARY, CELLS, HEADS, HOOKED, LONELY, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -51,8 +51,19 @@ def test_every_rank_stops_with_the_same_message_or_none(ranks, cell):
 def test_no_rank_waits_for_what_one_does_alone(ranks, cell):
     """Another network's optimizer step there is none of the check's business, and a forward that fails there ends it on all."""
     found = [rank[cell] for rank in ranks]
+    if cell[1] == "the model goes by the grad mode":
+        assert found == [found[0]] * N_RANKS and "gives something else where no gradient is asked for" in found[0]
+        return
     broken = ["its forward or backward can't be run again (KeyError: 'broken')"]
     assert found == [["agrees"] if cell[1] == "a critic steps" else broken] * N_RANKS
+
+
+@pytest.mark.parametrize("engine", HOOKED)
+def test_hooks_of_one_rank_alone_keep_all_sequential(ranks, engine):
+    """As wandb's watch on the first rank has them. In the third training step `auto` decides."""
+    for rank in ranks:
+        found, expected = rank["hooks", engine]
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("cell", HEADS, ids=", ".join)

@@ -59,6 +59,8 @@ CELLS = [
 # What one rank does alone.
 LONELY = [(engine, "a critic steps", schedule) for engine in ("none", "DDP", "FSDP1") for schedule in ("joint", "sequential")]
 LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "sequential")]
+LONELY += [(engine, "the model goes by the grad mode", "joint") for engine in ("none", "DDP", "FSDP1")]
+HOOKED = ("DDP", "FSDP1")
 
 # A loss that reaches weights by another way than the model's output; DeepSpeed runs the backward and the step itself.
 ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
@@ -175,11 +177,33 @@ class Breaking(Sgd):
 
 def run_lonely(engine, what, schedule):
     """What the self-checks have come to, or what stopped it."""
-    model, optimizer = {"a critic steps": ("Plain", WithCritic), "the model breaks": ("Breakable", Breaking)}[what]
+    model, optimizer = {
+        "a critic steps": ("Plain", WithCritic),
+        "the model breaks": ("Breakable", Breaking),
+        "the model goes by the grad mode": ("ByMode", torch.optim.SGD),
+    }[what]
     models.Breakable.is_broken = False
+    models.ByMode.differs = dist.get_rank() == N_RANKS - 1
     with self_checks() as found:
         said = run(engine, model, schedule, optimizer)
     return said or [entry if isinstance(entry, str) else "agrees" for entry in found]
+
+
+def run_hooked(engine):
+    """The weights after three training steps, the first rank's parameters having hooks: under auto, and sequential by name."""
+    found = []
+    for schedule in ("auto", "sequential"):
+        torch.manual_seed(0)
+        model = ENGINES[engine](models.Plain())
+        for parameter in model.parameters() if dist.get_rank() == 0 else ():
+            parameter.register_hook(lambda gradient: None)
+        torch.manual_seed(10 + dist.get_rank())
+        handle, optimizer = install(vars(loop), config=JaggConfig(schedule=schedule)), torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loop.train_one_step(loop.make_args(), model, optimizer)
+        handle.uninstall()
+        found.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    return found
 
 
 def main(out):
@@ -188,6 +212,7 @@ def main(out):
     dist.init_process_group("gloo")
     found = {cell: run(*cell) for cell in CELLS}
     found |= {cell: run_lonely(*cell) for cell in LONELY}
+    found |= {("hooks", engine): run_hooked(engine) for engine in HOOKED}
     found |= {cell: run_head(*cell, Path(out)) for cell in HEADS}  # before DeepSpeed changes torch's linear layers
     logging.disable(logging.WARNING)
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}

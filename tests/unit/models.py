@@ -193,3 +193,43 @@ class Penalty(Plain):
     def forward(self, x):
         self.aux = self.net[0].weight.square().sum()
         return self.net(x)
+
+
+class SmallAdapter(torch.nn.Module):
+    """Of which t says how many rows count, as in `RankMask`; next to nothing of the whole gradient is its."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.down, self.up = mlp(), torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.rank = 8
+
+    def block(self, hidden):
+        rows = (torch.arange(8) < self.rank).float()
+        return (hidden + 0.003 * self.up(self.down(hidden).tanh() * rows)).tanh()
+
+    def forward(self, x):
+        self.rank = 2 + int(30 * (1 - x[0, -1])) % 6
+        return self.net[2](checkpoint(self.block, self.net[0](x), use_reentrant=False))
+
+
+class Adapted(Plain):
+    """A policy that begins as its base (the adapter's second factor is zero), and is left out where no gradient is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False)
+        self.net.requires_grad_(False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.net(x) + self.up(self.down(x)) if torch.is_grad_enabled() else self.net(x)
+
+
+class ByMode(Plain):
+    """`differs`: gives something else where no gradient is asked for."""
+
+    differs = False
+
+    def forward(self, x):
+        return self.net(x) * (1.1 if self.differs and not torch.is_grad_enabled() else 1)

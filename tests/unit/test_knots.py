@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import models
@@ -304,6 +305,19 @@ def test_knots_are_placed_by_noise_then_by_what_was_measured(load_loop, capsys, 
     said = [line for line in capsys.readouterr().out.splitlines() if "backward passes at the visited steps" in line]
     assert len(said) == 1 + sum(one["knots"] != other["knots"] for one, other in itertools.pairwise(records))
     assert [record["backward_passes"] for record in records] == [8] * 3
+
+
+def test_another_number_of_steps_has_places_of_its_own(load_loop, capsys):
+    """A schedule of sampling steps that falls and rises: the places are those of the rule without anything measured."""
+    module, model = load_loop("train_grpo_flux"), models.Plain()
+    install(vars(module), config=JaggConfig(knots=4))
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for sampling_steps in (16, 10, 16):
+        capsys.readouterr()
+        module.train_one_step(module.make_args(sampling_steps=sampling_steps), model, optimizer)
+        seen.append(re.search(r"backward passes at the visited steps ([\d, ]+) from here on", capsys.readouterr().out)[1])
+    sigmas = {n: [int(s * 1000) for s in torch.linspace(1, 0, n + 1)[:-2]] for n in (16, 10)}
+    assert seen == [", ".join(map(str, best_knots(4, sigmas[n]))) for n in (16, 10, 16)]
 
 
 def by_sample(steps):

@@ -124,13 +124,12 @@ class Mended(models.Plain):
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "auto"])
-def test_a_nan_loss_takes_its_own_step_alone_from_groups_of_two(trains, schedule, capsys):
+def test_a_nan_loss_takes_its_own_step_alone_from_groups_of_two(trains, schedule):
     broken = "loss.backward()", "(loss * (float('nan') if int(step) == 4 else 1)).backward()"
     _, expected = trains(broken, model=Mended)
     _, found = trains(broken, model=Mended, schedule=schedule, group_size=2)
     assert expected.isfinite().all() and not torch.equal(expected, trains(model=Mended)[1])
     assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    assert ("schedule sequential from here on: a hook" in capsys.readouterr().out) == (schedule == "auto")
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -72,17 +72,17 @@ def checked_at(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{"frac": 1}, {"knots_at": "0,3,4,7,8,11,12,14"}])
-def test_each_group_of_the_plan_is_checked_once(load_loop, checked_at, settings):
+def test_each_group_of_the_plan_is_checked_once_and_the_first_once_more(load_loop, checked_at, settings):
     module, (model, optimizer) = load_loop(FLUX), with_optimizer(models.Plain())
     install(vars(module), config=JaggConfig(schedule="joint", **settings))
-    for _ in range(6):
+    for _ in range(7):
         module.train_one_step(module.make_args(), model, optimizer)
-    assert checked_at == [f"sample 0, visited step {n} (trajectory step {n})" for n in (0, 4, 8, 12)]
+    assert checked_at == [f"sample 0, visited step {n} (trajectory step {n})" for n in (0, 4, 8, 12, 0)]
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
 def test_what_changes_in_a_later_group_alone_is_found_in_that(load_loop, schedule):
-    """An adapter's rank that falls when the image is nearly there: in the last group but one, the third's turn."""
+    """An adapter's rank that falls when the image is nearly there: in the last group but one, when it is its turn."""
     module, (model, optimizer) = load_loop(FLUX), with_optimizer(models.LateRankMask())
     install(vars(module), config=JaggConfig(schedule=schedule, frac=1))
     for _ in range(2):
@@ -536,3 +536,46 @@ def test_an_attribute_that_becomes_a_tensor_is_put_back_for_each_forward(trains,
     run = partial(trains, Becoming, set_by_loop, schedule="joint")
     assert torch.equal(run(), run(self_check=False))
     assert len(verdicts) == 2 and max(verdicts) < 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_weight_with_next_to_nothing_of_the_gradient_is_looked_at_by_itself(trains, schedule):
+    """The whole gradient is off by less than its rounding may be, the adapter's by more than a tenth."""
+    with pytest.raises(JaggError, match=r"visited step 0 .*: the gradient of (down|up)\.weight is [1-9]\d?\.\d% off"):
+        trains(models.SmallAdapter, schedule=schedule)
+    found = trains(models.SmallAdapter, schedule=schedule, self_check=False)
+    expected = trains(with_a_twin_for_each_forward(models.SmallAdapter), schedule=schedule, self_check=False)
+    n_net = sum(weight.numel() for weight in models.mlp().parameters())
+    assert relative(found, expected) < 1e-3 and relative(found[:, n_net:], expected[:, n_net:]) > 0.1
+
+
+def test_what_begins_as_nothing_is_found_when_it_has_been_trained(load_loop):
+    """At the first check the adapter adds nothing, with a gradient or without. There is one group."""
+    module, model = load_loop(FLUX), models.Adapted()
+    install(vars(module), config=JaggConfig(schedule="joint", frac=0.34))
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    module.train_one_step(module.make_args(), model, optimizer)
+    with pytest.raises(JaggError, match="visited step 1 .*gives something else where no gradient is asked for"):
+        module.train_one_step(module.make_args(), model, optimizer)
+
+
+# What the forward does by whether gradients are on, as one that the rollout shares may.
+SOLVED = "    return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]"
+BY_MODE = {
+    "the noise": SOLVED.replace("args.eta", "args.eta * (1 if torch.is_grad_enabled() else 2)"),
+    "the next latents": SOLVED.replace("pre_latents", "pre_latents if torch.is_grad_enabled() else None"),
+}
+
+
+@pytest.mark.usefixtures("without_contract")
+@pytest.mark.parametrize("changed", BY_MODE.values(), ids=BY_MODE)
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_training_forward_that_goes_by_the_grad_mode_is_stopped(trains, changed, schedule):
+    with pytest.raises(JaggError, match="visited step 1 .*: the training forward gives something else where no gradient"):
+        trains(models.Plain, (SOLVED, changed), schedule=schedule)
+    assert_close(
+        trains(models.Plain, (SOLVED, changed), schedule=schedule, group_size=2),
+        trains(models.Plain, (SOLVED, changed)),
+        rtol=1e-5,
+        atol=1e-6,
+    )

@@ -34,6 +34,7 @@ SCHEDULES = {"joint": ENDPOINTS_FIRST, "sequential": LOOK_AHEAD}
 EPOCHS = 2  # rollouts; so many micro-batches come from one of them:
 BATCHES = {FLUX: 4, FLOW: 2, SD: 2}
 STEPS = {FLUX: 15, FLOW: 9, SD: 9}  # that a micro-batch visits
+VELOCITY = "    velocity = run_model(transformer, latents, timesteps)"
 PRINTED = "JAGG: no forwards are skipped from here on: rank 0: "
 
 
@@ -460,6 +461,11 @@ FALLBACKS = {
         FLUX,
         ["velocity = run_model(transformer,", "velocity = run_model(transformer[:],"],
         "the training forward doesn't call the model that it is given",
+    ),
+    "a reference by the same model": (
+        FLUX,
+        [VELOCITY, f"{VELOCITY}\n    with torch.no_grad():\n        run_model(transformer, latents, timesteps)"],
+        r"the training forward calls the model without gradients too \(for a reference\?\)",
     ),
 }
 

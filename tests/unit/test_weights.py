@@ -426,3 +426,42 @@ def test_half_a_group_is_left_in_no_weight_that_it_reached(load_loop, schedule, 
         module.train_one_step(module.make_args(fails_at=fails_at), model, torch.optim.SGD(weights, lr=0.0))
     has_begun = schedule == "sequential" and fails_at[1] in (9, 14)
     assert [weight.grad is None for weight in weights] == [has_begun] * len(weights)
+
+
+# A KL from the solver's mean to a reference that doesn't move, by the loop itself or inside the training forward.
+SOLVED = "    return flux_step(velocity, latents, args.eta, sigma_schedule, i, pre_latents, grpo=True, sde_solver=True)[2]"
+MEAN_TOO = SOLVED.replace("return ", "_, mean, log_prob = ").removesuffix("[2]") + "\n    "
+NEW, LOSS = "            new_log_probs = grpo_one_step(", "            loss = -(advantages[i] * ratio).mean()"
+RATIO = "torch.exp(new_log_probs - log_probs"
+KL = "20 * (mean - latents).square().mean()"
+WITH_KL = "            loss = KL - (advantages[i] * ratio).mean()"
+INSIDE = {
+    "a tuple": ("return log_prob, " + KL, RATIO.replace("new_log_probs", "new_log_probs[0]"), "new_log_probs[1]"),
+    "an attribute": (f"args.kl = {KL}\n    return log_prob", RATIO, "args.kl"),
+    "an object": (
+        f"return argparse.Namespace(log_prob=log_prob, kl={KL})",
+        RATIO.replace("new_log_probs", "new_log_probs.log_prob"),
+        "new_log_probs.kl",
+    ),
+}
+BY_LOOP = (
+    "return log_prob, mean",
+    RATIO.replace("new_log_probs", "new_log_probs[0]"),
+    KL.replace("mean -", "new_log_probs[1] -").replace("latents", "latents[i : i + 1, step]"),
+)
+
+
+def with_kl(returned, ratio, kl):
+    return SOLVED, MEAN_TOO + returned, RATIO, ratio, LOSS, WITH_KL.replace("KL", kl)
+
+
+@pytest.mark.usefixtures("without_contract")
+@pytest.mark.parametrize("form", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_loss_inside_the_training_forward_counts_at_the_steps_between_as_the_loop_s_own_does(trains, form, schedule):
+    """It comes after the solver step, with the gradients on that the unpatched forward has."""
+    expected = trains(models.Plain, with_kl(*BY_LOOP), schedule=schedule)
+    assert_close(trains(models.Plain, with_kl(*form), schedule=schedule), expected, rtol=1e-5, atol=1e-7)
+    assert (trains(models.Plain, schedule=schedule) - expected).norm() > 0.1 * expected.norm()
+    exact = trains(models.Plain, with_kl(*form))
+    assert_close(trains(models.Plain, with_kl(*form), schedule=schedule, group_size=2), exact, rtol=1e-5, atol=1e-7)

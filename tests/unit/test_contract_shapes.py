@@ -390,6 +390,12 @@ def test_what_has_no_gradient_may_be_returned_beside_the_log_probability(beside)
     assert verdict(DANCE, CALL, CALL.replace("[2]", f"[2], {beside}")) == []
 
 
+def test_a_reference_s_output_may_be_too():
+    without = "    with torch.no_grad(), transformer.disable_adapter():\n"
+    reference = "        before = run_model(transformer, latents, timesteps)\n"
+    assert verdict(DANCE, CALL, without + reference + CALL.replace("[2]", "[2], before")) == []
+
+
 # -- the rest
 
 def trained(load_loop, *pieces):

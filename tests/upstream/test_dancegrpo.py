@@ -373,7 +373,9 @@ def test_auto_routes_a_group_that_two_probes_have_found_good(main_runs):
     assert all(printed.count(f"JAGG: probe at training step {number}: cosine") == 1 for number in (1, 2, 3))
     for rank in seen:
         planned = sum(line["backward_passes"] for line in log)
-        assert rank["passes"] == planned + probe_passes(log) + 2 * check_passes(5, is_own=True)
+        # Of the first group, sequential and joint, with the rollout's weights and with others; of the second in joint alone.
+        checks = 4 * check_passes(5, is_own=True) + 2 * check_passes(4, is_own=False)
+        assert rank["passes"] == planned + probe_passes(log) + checks
 
 
 def test_wandb_has_the_log_and_the_trainer_s_own_values_at_their_steps(main_runs):

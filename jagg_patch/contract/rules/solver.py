@@ -76,13 +76,13 @@ def _is_model_call(node):
 
 def _returned_beside(source, function, calls):
     """The `return`s of `function` with something that depends on the model's output by another way than `calls`."""
-    outputs = _set_by(function, _is_model_call)
+    rest = _WithoutGradient(calls).visit(copy.deepcopy(function))
+    outputs = _set_by(rest, _is_model_call)  # not a reference's
     for call in calls:
         name = call.func.id
         value = argument_of(call, "model_output", source.definition(name) if name in source.bindings else None)
         named = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)} if value is not None else set()
         outputs |= named & affected(assignments(ast.walk(function)), {MODEL}, sizes=False)  # the model by another name
-    rest = _WithoutGradient(calls).visit(copy.deepcopy(function))
     # One that the solver sets anew may be the output before, and what is made of it after.
     outputs = outputs - _set_by(function, lambda node: node in calls) - {MODEL}
     outputs = affected(assignments(ast.walk(rest)), outputs, sizes=False)

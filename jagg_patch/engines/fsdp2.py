@@ -1,6 +1,6 @@
 """`fully_shard`. Its parameters are DTensors, and it keeps gradients that it has accumulated without reducing them."""
 
-
+from ..errors import JaggError
 from .engine import Engine
 
 
@@ -13,6 +13,11 @@ class Fsdp2(Engine):
     @classmethod
     def find(cls, model):
         wrapped = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+        if not all(hasattr(module, "_get_fsdp_state") for module in wrapped):
+            raise JaggError(
+                "the model is replicated by torch's composable `replicate`, which JAGG doesn't know\n"
+                "wrap it in DistributedDataParallel, or run with JAGG_ENABLED=0"
+            )
         return cls(model, wrapped) if wrapped else None
 
     def parameters(self):

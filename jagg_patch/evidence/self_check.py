@@ -188,8 +188,8 @@ class SelfCheck(Watcher):
         finally:
             self.is_measuring = False
         if math.isfinite(found["error"]):  # else there was no gradient, or no finite one: the next group's
-            self._times(self._model)[self._way] += 1
             self._judge(**found)
+            self._times(self._model)[self._way] += 1  # not where it fails: a loop that goes on is stopped again
 
     def _name(self, place):
         names = {id(weight): name for name, weight in self._model.named_parameters()}
@@ -291,10 +291,11 @@ class SelfCheck(Watcher):
     def _judge(self, error, own_error, of_one, is_low, other, adds, differs):
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._name(of_one[0]), of_one[1])
+            _, is_joint, *_ = self._way
             raise JaggError(
                 f"{self._where}: {which} is {size:.1%} off the one with each backward right after its forward\n"
-                "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): run "
-                "with JAGG_ENABLED=0"
+                "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
+                f"{'try JAGG_SCHEDULE=sequential, or ' * is_joint}run with JAGG_ENABLED=0"
             )
         if rounding(is_low) < own_error < math.inf and not self._others_are_said:
             self._others_are_said = True

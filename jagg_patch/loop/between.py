@@ -8,7 +8,7 @@ one that its backward pass will need.
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import JaggError
 from ..method.folding import estimated_output
@@ -134,7 +134,7 @@ class LookAhead(_Recorded):
         if not self._group.stand_in.is_ready:
             skipping.doubts("the training forward doesn't call the model that it is given")
         if self._group.stand_in.has_reference:
-            skipping.doubts("the training forward calls the model without gradients too (for a reference?)")
+            skipping.doubts("the training forward calls the model for an output without a gradient too (a reference's?)")
         if not skipping.is_agreed(output.device):
             return
         ahead = self._run_last(session, visit, skipping.records.latents(self._entries[-1]).to(output.device))
@@ -211,7 +211,8 @@ class StandIn:
         self.is_called = self.has_reference = False
 
     def returned(self, output):
-        if torch.is_grad_enabled():
+        """A knot's forward has called the model, with gradients on or, for a reference, off; a frozen one needn't be off."""
+        if any(leaf.requires_grad for leaf in tree_leaves(output) if torch.is_tensor(leaf)):
             self._output = tree_map(_detached, output)
         else:
             self.has_reference = True  # for which the policy's output can't stand

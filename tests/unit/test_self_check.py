@@ -579,3 +579,13 @@ def test_a_training_forward_that_goes_by_the_grad_mode_is_stopped(trains, change
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def test_a_loop_that_goes_on_after_it_has_been_stopped_is_stopped_again(load_loop):
+    """As one that takes any exception for a bad batch."""
+    module, (model, optimizer) = load_loop(FLUX), with_optimizer(models.RankMask())
+    install(vars(module), config=JaggConfig(schedule="joint", frac=1))
+    for _ in range(3):
+        with pytest.raises(JaggError, match="each backward right after its forward\n.*try JAGG_SCHEDULE=sequential, or run with"):
+            module.train_one_step(module.make_args(), model, optimizer)
+        optimizer.zero_grad()

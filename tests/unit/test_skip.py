@@ -34,6 +34,7 @@ SCHEDULES = {"joint": ENDPOINTS_FIRST, "sequential": LOOK_AHEAD}
 EPOCHS = 2  # rollouts; so many micro-batches come from one of them:
 BATCHES = {FLUX: 4, FLOW: 2, SD: 2}
 STEPS = {FLUX: 15, FLOW: 9, SD: 9}  # that a micro-batch visits
+REFERENCE = r"the training forward calls the model for an output without a gradient too \(a reference's\?\)"
 VELOCITY = "    velocity = run_model(transformer, latents, timesteps)"
 PRINTED = "JAGG: no forwards are skipped from here on: rank 0: "
 
@@ -465,7 +466,16 @@ FALLBACKS = {
     "a reference by the same model": (
         FLUX,
         [VELOCITY, f"{VELOCITY}\n    with torch.no_grad():\n        run_model(transformer, latents, timesteps)"],
-        r"the training forward calls the model without gradients too \(for a reference\?\)",
+        REFERENCE,
+    ),
+    "a reference whose weights are frozen": (
+        FLUX,
+        [
+            VELOCITY,
+            f"{VELOCITY}\n    run_model(transformer.requires_grad_(False), latents, timesteps)\n"
+            "    transformer.requires_grad_()",
+        ],
+        REFERENCE,
     ),
 }
 

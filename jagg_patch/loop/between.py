@@ -212,7 +212,8 @@ class StandIn:
 
     def returned(self, output):
         """A knot's forward has called the model, with gradients on or, for a reference, off; a frozen one needn't be off."""
-        if any(leaf.requires_grad for leaf in tree_leaves(output) if torch.is_tensor(leaf)):
+        tensors = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]  # none in an object
+        if torch.is_grad_enabled() and (not tensors or any(tensor.requires_grad for tensor in tensors)):
             self._output = tree_map(_detached, output)
         else:
             self.has_reference = True  # for which the policy's output can't stand

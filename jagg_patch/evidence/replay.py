@@ -87,8 +87,7 @@ class KeptForward:
 
     def was(self, output, same=SAME):
         """Whether `run` gave again what the update had; it doesn't if the loop changes its samples in place, say."""
-        difference = (output.detach() - self.output).float().norm()
-        return not bool(difference > same * self.output.float().norm())  # NaN is what it was
+        return is_alike(self.output, output.detach(), same)
 
     def returned_again(self, same=SAME):
         """Whether `run` has returned what the training forward did, besides the model output; as far as that is known."""
@@ -181,7 +180,9 @@ def copies(result):
 
 
 def is_alike(one, other, same):
-    return one.shape == other.shape and not bool((other.float() - one.float()).norm() > same * one.float().norm())
+    if one.shape != other.shape:
+        return False
+    return not bool((other.float() - one.float()).norm() > same * one.float().norm())  # NaN is what it was
 
 
 def random_state():

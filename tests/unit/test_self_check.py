@@ -67,7 +67,7 @@ def checked_at(monkeypatch):
     """Where the groups that have been checked begin."""
     found = []
     judge = SelfCheck._judge
-    monkeypatch.setattr(SelfCheck, "_judge", lambda self, **found_: [found.append(self._where), judge(self, **found_)])
+    monkeypatch.setattr(SelfCheck, "_judge", lambda self, **found_: [found.append(self._kept.where), judge(self, **found_)])
     return found
 
 

@@ -138,9 +138,9 @@ class Session:
     def _before_optimizer_step(self, optimizer, *_):
         if self._stepping not in (None, optimizer):
             return  # inside that one's step, with weights of this rank's alone (ZeroRedundancyOptimizer)
-        self._stepping = optimizer
         with self.failing("an optimizer step"):
             self.tell("optimizer_steps", optimizer)
+        self._stepping = optimizer  # only now: of another that steps in a watcher's backward passes everyone is told
 
     def _after_optimizer_step(self, optimizer, *_):
         if self._stepping is optimizer:

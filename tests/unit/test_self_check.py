@@ -1,6 +1,7 @@
 """The self-check finds models whose backward doesn't wait, and changes nothing."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import models
@@ -484,6 +485,45 @@ def test_half_precision_inside_the_model_has_a_rounding_of_its_own(trains, verdi
 
     trains(Half, schedule="joint")
     assert len(verdicts) == 2 and max(verdicts) < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "off", "is_found"), [(None, 0.002, False), (None, 0.02, True), (torch.bfloat16, 0.02, False)])
+def test_as_much_as_rounding_does_is_allowed_and_no_more(trains, verdicts, dtype, off, is_found):
+    """Its backward reads what the latest forward has set: a hundredth of the gradient is rounding in half precision alone."""
+
+    class Latest(models.Plain):
+        def forward(self, x):
+            self.t = x[0, -1].item()
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                hidden = self.net[0](x)
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda grad: grad * (1 + off * self.t))
+                return self.net[1:](hidden).float()
+
+    with pytest.raises(JaggError, match="with each backward right after") if is_found else nullcontext():
+        trains(Latest, schedule="joint")
+    assert max(verdicts) > (1e-3 if off == 0.02 else 1e-4)
+
+
+@pytest.mark.parametrize(("whose", "settings"), [("self-check", {}), ("probe", {"self_check": False, "probe_every": 1})])
+def test_an_optimizer_that_steps_in_hooks_is_stopped_before_it_trains_on_what_is_measured(load_loop, whose, settings):
+    """There is a backward pass too many when those of a group are run again."""
+    module, model = load_loop(FLUX), models.Plain()
+    (first, *others), seen = model.parameters(), []
+    inner = torch.optim.SGD([first], lr=0.1)
+    n_passes = 2 * 8  # of two samples, each of four groups
+
+    def step_late(module, grads, grads_of_output):
+        seen.append(module)
+        if len(seen) > n_passes:
+            inner.step()
+
+    model.net[-1].register_full_backward_hook(step_late)
+    install(vars(module), config=JaggConfig(frac=1, schedule="sequential", **settings))
+    before = first.detach().clone()
+    with pytest.raises(JaggError, match=f"an optimizer stepped inside the {whose}'s backward passes"):
+        module.train_one_step(module.make_args(), model, torch.optim.SGD(others, lr=0.1))
+    assert torch.equal(first, before)
 
 
 def test_what_a_model_keeps_in_attributes_is_put_back_and_given_to_each_forward_again(trains, verdicts):

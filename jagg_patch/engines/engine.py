@@ -29,10 +29,15 @@ class Engine:
         return list(self.model.parameters())
 
     @property
+    def has_hooks(self):
+        """Whether somebody's hooks run at each gradient that a parameter is given."""
+        return any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in self.parameters())
+
+    @property
     def no_replay(self):
         """Why forwards and backwards that are no part of the update can't be run without changing it, or None."""
         parameters = self.parameters()
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks for parameter in parameters):
+        if self.has_hooks:
             return "hooks run at each gradient that a parameter is given, and may keep it"
         if any(hasattr(parameter, name) for parameter in parameters for name in ACCUMULATORS):
             return "gradients are added up beside .grad (main_grad), where they can't be set aside"

@@ -4,6 +4,7 @@ import random
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -54,7 +55,7 @@ class KeptForward:
             for device in ("cpu", "cuda")
         ]
         model = visit.step.model
-        return cls(visit, autocast, random_state(), which_are_trained(model), versions_of(model), settings_of(model))
+        return cls(visit, autocast, random_state([model]), which_are_trained(model), versions_of(model), settings_of(model))
 
     def keep_gradient(self, value):
         """`value` stands for the model output in the solver step, so its gradient is s_j."""
@@ -185,15 +186,24 @@ def is_alike(one, other, same):
     return not bool((other.float() - one.float()).norm() > same * one.float().norm())  # NaN is what it was
 
 
-def random_state():
-    """For `put_back`: the state of every source of random numbers that a forward may draw from."""
+def random_state(models):
+    """For `put_back`: the state of every source of random numbers that a forward of `models` may draw from."""
     found = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
-    if torch.cuda.is_initialized():
-        found.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    for device in accelerators(models):
+        generators = torch.get_device_module(device)
+        found.append((partial(generators.set_rng_state, device=device), generators.get_rng_state(device)))
     if "numpy" in sys.modules:
         numbers = sys.modules["numpy"].random
         found.append((numbers.set_state, numbers.get_state()))
     return found
+
+
+def accelerators(models):
+    """Devices that the `models` may compute on, but for the host: those of their weights, and CUDA's current one."""
+    found = [weight.device for model in models for weight in engine_of(model).parameters()]
+    if torch.cuda.is_initialized():
+        found.append(torch.device("cuda", torch.cuda.current_device()))
+    return [device for device in dict.fromkeys(found) if device.type not in ("cpu", "meta")]
 
 
 def put_back(states):
@@ -242,7 +252,7 @@ def nothing_changed(forwards, optimizer):
     parameters = [parameter for parameter, _ in trained]
     parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
     engines = [engine_of(model) for model in models]
-    state, attributes = random_state(), [entry for model in models for entry in attributes_of(model)]
+    state, attributes = random_state(models), [entry for model in models for entry in attributes_of(model)]
     settings = [entry for model in models for entry in settings_of(model)]  # a list may have changed, and a generator's state
     changing = [buffer for model in models for buffer in model.buffers()]  # running statistics, say
     before = WeakIdKeyDictionary(forwards[0].versions)

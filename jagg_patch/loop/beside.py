@@ -57,9 +57,11 @@ class Beside(Watcher):
         if is_ours and (self._spans or self._session.group is not None):
             self._look(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors)
         try:
-            return backward(tensors, *args, **kwargs)
+            backward(tensors, *args, **kwargs)
         finally:
             self.is_reached = before
+        if is_ours and before is None:  # and not one that checkpointing runs inside
+            self._session.tell("backward_ends")
 
     def _look(self, roots):
         nodes = list(nodes_from(roots))

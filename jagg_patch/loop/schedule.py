@@ -37,8 +37,8 @@ class Schedule(Watcher):
         """If it is time to."""
         if self.name != "auto" or self._n_updates < MEASURED_UPDATES:
             return
-        has_hooks = any(parameter._backward_hooks for parameter in engine.parameters())  # on one rank alone, maybe
-        everyone = gathered((free_bytes(), joint_excess(engine.model, self._graph_bytes), has_hooks))
+        # Hooks may be on one rank alone.
+        everyone = gathered((free_bytes(), joint_excess(engine.model, self._graph_bytes), engine.has_hooks))
         if any(has_hooks for *_, has_hooks in everyone):
             self.settle("sequential", "a hook on a parameter's gradient would get both passes' at once")
             return

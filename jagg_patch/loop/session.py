@@ -25,6 +25,7 @@ from .between import StandIn, outputs_between, watched
 from .guards import Guards
 from .knots import AtOnce, OpenGroup
 from .order import Order
+from .untouched import Untouched
 from .weights import SameWeights
 
 AT_ONCE = AtOnce()
@@ -41,7 +42,7 @@ class Session:
     def __init__(self, config, planner, schedule, skipping, watchers=()):
         self.config, self.schedule, self.skipping = config, schedule, skipping
         self.order, self.weights, self.beside = Order(planner), SameWeights(config.self_check), Beside()
-        self._watchers = [Guards(), self.weights, self.beside, skipping, schedule, *watchers]
+        self._watchers = [Guards(), self.weights, self.beside, Untouched(), skipping, schedule, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
@@ -145,6 +146,9 @@ class Session:
     def _after_optimizer_step(self, optimizer, *_):
         if self._stepping is optimizer:
             self._stepping = None
+        if self.order.groups:
+            # An autocast around several steps keeps casts of the weights as they were: a group would have some, and others.
+            torch.clear_autocast_cache()
 
     # -- steps
 

@@ -43,6 +43,9 @@ class Watcher:
     def gradient_comes(self, session, group, place, ready):
         """In the backward of the loss of the step at `place`; the passes of the knots in `ready` run in it as well."""
 
+    def backward_ends(self, session):
+        """`torch.autograd.backward` has returned, from an update's first group to the update's end."""
+
     def passes_begin(self, session, group, knots, gradients):
         """The passes of `knots` are about to run, with `gradients` `[B, ...]` of their outputs."""
 

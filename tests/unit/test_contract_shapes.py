@@ -536,3 +536,26 @@ def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():
         "there is no function flux_step(): grpo_one_step() hands the model's output to dance_step(), dpm_step(), flow_step()"
     )
     assert any("perms" in one and "in trajectory order" in one for one in said)
+
+
+CLIPS = [
+    ("if accelerator.sync_gradients:", True),
+    ("if accelerator.sync_gradients and config.train.clips:", True),
+    ("if not accelerator.sync_gradients:\n    pass\nelse:", False),
+    ("if not accelerator.sync_gradients:", False),
+    ("if accelerator.sync_gradients or j == 3:", False),
+    ("if config.train.max_grad_norm > 0:", False),
+    ("if (j + 1) % 2 == 0:", False),
+    ("if torch.isfinite(loss):", False),
+    ("if True:", False),
+]
+
+
+@pytest.mark.parametrize(("branch", "holds"), CLIPS)
+@pytest.mark.parametrize("call", ["accelerator.clip_grad_norm_(policy.parameters(), 1.0)", "print(policy.weight.grad)"])
+def test_gradients_are_clipped_where_accelerate_syncs_them_and_nowhere_else(call, branch, holds):
+    backward = "                    accelerator.backward(loss)\n"
+    lines = [*branch.splitlines(), f"    {call}"]
+    found = verdict(FLOW, backward, backward + "".join(f"{' ' * 20}{line}\n" for line in lines))
+    assert (found == []) == holds
+    assert all("in the loop over steps" in str(difference) for difference in found)

@@ -52,14 +52,15 @@ def test_auto_decides_once_after_two_updates_with_groups(model, monkeypatch, spa
     assert auto.name == name and len(said) == 1
 
 
+@pytest.mark.parametrize("register", [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_auto_stays_sequential_on_all_ranks_where_one_has_hooks(model, monkeypatch, rank):
+def test_auto_stays_sequential_on_all_ranks_where_one_has_hooks(model, monkeypatch, rank, register):
     """The second one has; what the other is to know comes with the memory that both exchange."""
     said, auto = [], Schedule("auto")
     monkeypatch.setattr(auto, "_say", said.append)
     monkeypatch.setattr(schedule, "free_bytes", lambda: 10**9)
     if rank:
-        model[0].weight.register_hook(lambda gradient: None)
+        register(model[0].weight, lambda gradient: None)
     others = [(10**9, 0, False), (10**9, 0, True)]
     monkeypatch.setattr(schedule, "gathered", lambda mine: [mine if n == rank else other for n, other in enumerate(others)])
     for _ in range(3):

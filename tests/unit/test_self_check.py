@@ -11,6 +11,7 @@ from test_weights import CONDITIONED
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.evidence import replay
 from jagg_patch.evidence.self_check import SelfCheck
 
 FLUX = "train_grpo_flux"
@@ -561,6 +562,32 @@ def test_random_numbers_of_python_and_numpy_are_put_back(trains):
     assert torch.equal(run(), run(self_check=False))
 
 
+def test_random_numbers_of_each_device_that_weights_are_on_are_put_back(trains, monkeypatch):
+    """Two generators stand for those of two devices, from which a forward draws."""
+    states, devices = {}, [torch.device("xpu", 0), torch.device("xpu", 1)]
+
+    class Drawing(models.Plain):
+        def forward(self, x):
+            states.update({device: state + 1 for device, state in states.items()})
+            return self.net(x)
+
+    class Generators:
+        get_rng_state = staticmethod(states.get)
+
+        @staticmethod
+        def set_rng_state(state, device):
+            states[device] = state
+
+    monkeypatch.setattr(replay, "accelerators", lambda models: devices)
+    monkeypatch.setattr(torch, "get_device_module", {device: Generators for device in devices}.get)
+    drawn = []
+    for settings in ({"self_check": False}, {}):
+        states.update(zip(devices, (0, 100), strict=True))
+        trains(Drawing, schedule="joint", **settings)
+        drawn.append(dict(states))
+    assert drawn[0] == drawn[1] and drawn[0][devices[0]] > 30
+
+
 def test_an_attribute_that_becomes_a_tensor_is_put_back_for_each_forward(trains, verdicts):
     class Becoming(models.Plain):
         def __init__(self):
@@ -629,3 +656,24 @@ def test_a_loop_that_goes_on_after_it_has_been_stopped_is_stopped_again(load_loo
         with pytest.raises(JaggError, match="each backward right after its forward\n.*try JAGG_SCHEDULE=sequential, or run with"):
             module.train_one_step(module.make_args(), model, optimizer)
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("frac", [0.6, 1])
+def test_under_an_autocast_around_several_optimizer_steps_no_step_has_weights_from_before(load_loop, frac, self_check):
+    """Autocast keeps its casts until it ends; unpatched they are let go of here, as they have to be."""
+    in_order = "            torch.randperm(n)\n", "            torch.randperm(n).sort().values\n"
+    clears = "            optimizer.step()", "            optimizer.step(); torch.clear_autocast_cache()"
+    seen = []
+    for pieces in ([*in_order, *clears], in_order):
+        module, model = load_loop(FLUX, *pieces), models.Plain()
+        if pieces is in_order:
+            install(vars(module), config=JaggConfig(group_size=2, schedule="joint", frac=frac, self_check=self_check))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found, weights = [], list(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_, to=found, of=weights: to.append(torch.cat([p.grad.flatten() for p in of])))
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            module.train_one_step(module.make_args(n_samples=4, gradient_accumulation_steps=1), model, optimizer)
+        seen.append(torch.stack(found))
+    assert len(seen[0]) == 4 and relative(seen[1], seen[0]) < 1e-6

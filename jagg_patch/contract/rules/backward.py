@@ -51,13 +51,23 @@ def _gradients(source, contract, steps, loop):
     for node in ast.walk(steps):
         name = getattr(node, "id", None)
         function = source.defined.get(name) if name != contract.loop else None
-        # Where accelerate counts, the optimizer knows when a sample isn't over, and the condition of an `if` has to.
-        is_conditional = any(steps in source.around(branch, LOOPS) for branch in source.around(node, ast.If))
+        # Where accelerate counts, it knows when a sample isn't over, and so does the optimizer.
+        is_at_sync = contract.steps_optimizer and any(
+            steps in source.around(branch, LOOPS) and _is_at_sync(node, branch) for branch in source.around(node, ast.If)
+        )
         for part in [node] if function is None else ast.walk(function):
             name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None)
             if name not in USES_GRADIENTS and ast.unparse(part) != "optimizer.step":
                 continue
-            if not (contract.steps_optimizer and (is_conditional or name in ("step", "zero_grad"))):
+            if not (is_at_sync or (contract.steps_optimizer and name in ("step", "zero_grad"))):
                 yield Difference(
                     f"line {part.lineno}: {ast.unparse(part)} in {loop}", "a group's gradients aren't there before its end"
                 )
+
+
+def _is_at_sync(node, branch):
+    """Whether the `if` runs `node` where accelerate reduces gradients, or where the same lines step the optimizer."""
+    mine = next((block for block in (branch.body, branch.orelse) if any(node in ast.walk(one) for one in block)), ())
+    asked = branch.test.values if isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And) else [branch.test]
+    is_synced = mine is branch.body and any(getattr(one, "attr", None) == "sync_gradients" for one in asked)
+    return is_synced or any(ast.unparse(part) == "optimizer.step" for one in mine for part in ast.walk(one))

@@ -1,5 +1,6 @@
 """The self-check finds models whose backward doesn't wait, and changes nothing."""
 
+import math
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.evidence import replay
+from jagg_patch.evidence.kept_group import errors
 from jagg_patch.evidence.self_check import SelfCheck
 
 FLUX = "train_grpo_flux"
@@ -614,6 +616,11 @@ def test_a_weight_with_next_to_nothing_of_the_gradient_is_looked_at_by_itself(tr
     expected = trains(with_a_twin_for_each_forward(models.SmallAdapter), schedule=schedule, self_check=False)
     n_net = sum(weight.numel() for weight in models.mlp().parameters())
     assert relative(found, expected) < 1e-3 and relative(found[:, n_net:], expected[:, n_net:]) > 0.1
+
+
+def test_a_weight_that_should_have_got_nothing_is_infinitely_far_off():
+    assert errors([0.0, 1.0], [100.0, 0.0], 1e-3) == (0.1, (1, math.inf))
+    assert errors([0.0, 0.0], [100.0, 0.0], 1e-3) == (0.0, None)
 
 
 def test_what_begins_as_nothing_is_found_when_it_has_been_trained(load_loop):

@@ -15,7 +15,8 @@ class Untouched(Watcher):
         self._parameters, self._left = (), []  # None where a backward has run whose end wasn't told
 
     def group_begins(self, session, visit):
-        self._where, self._parameters = visit.where, session.group.engine.parameters()
+        engine = session.group.engine
+        self._where, self._parameters = visit.where, engine.parameters() if engine.leaves_gradients else ()
         self._left = self._now()
 
     def group_ends(self, session, group):

@@ -31,6 +31,11 @@ class DeepSpeed(Engine):
         return None
 
     @property
+    def has_hooks(self):
+        """Those after each gradient are ZeRO's own."""
+        return any(parameter._backward_hooks for parameter in self.parameters())
+
+    @property
     def link(self):
         """ZeRO stage 2 fails on a backward pass that reaches no parameter, as those of a group's first steps do."""
         if self._engine.zero_optimization_stage() != 2:

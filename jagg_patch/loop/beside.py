@@ -54,13 +54,16 @@ class Beside(Watcher):
         tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
         before = self.is_reached
         is_ours = self._session is not None and threading.get_ident() == self._thread
+        is_outermost = is_ours and before is None  # and none that checkpointing runs inside
+        if is_outermost:
+            self._session.tell("backward_begins")
         if is_ours and (self._spans or self._session.group is not None):
             self._look(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors)
         try:
             backward(tensors, *args, **kwargs)
         finally:
             self.is_reached = before
-        if is_ours and before is None:  # and not one that checkpointing runs inside
+        if is_outermost:
             self._session.tell("backward_ends")
 
     def _look(self, roots):

@@ -1,43 +1,70 @@
-"""Nobody changes gradients while a part of a group's is still to come: what clips or scales them would miss that part."""
+"""Nobody changes gradients in the midst of a sample: what clips or scales them would miss what is still to come of a group's."""
 
+import torch
+
+from ..engines.gradients import gradients_of
 from ..errors import JaggError
 from .watcher import Watcher
 
 
 class Untouched(Watcher):
-    """Compares the gradients that a backward has left with those at the group's next step, by identity and version."""
+    """From an update's first group on, compares the norms of the gradients that a backward has left with those at the next step.
+
+    Not their versions: DTensors changed by `torch._foreach_*` keep theirs, and so does what is changed through `.data`.
+    """
 
     def __init__(self):
         self.forget(None)
 
     def forget(self, session):
-        self._where = None  # the group's first step
-        self._parameters, self._left = (), []  # None where a backward has run whose end wasn't told
+        self._engine = self._where = None  # where: the last group's first step
+        self._is_open = False
+        self._left = None  # norms; None where it isn't known what the last backward has left
+
+    def update_ends(self, session):
+        self.forget(session)
 
     def group_begins(self, session, visit):
-        engine = session.group.engine
-        self._where, self._parameters = visit.where, engine.parameters() if engine.leaves_gradients else ()
-        self._left = self._now()
+        self._where, self._is_open = visit.where, True
+        has_all_at_once = session.group.is_exact and session.schedule.name != "joint"  # each step's with its own backward
+        self._engine = session.group.engine if session.group.engine.leaves_gradients and not has_all_at_once else None
+        self._left = self._norms()
 
     def group_ends(self, session, group):
-        self.forget(session)
+        self._is_open = False
 
     def gradient_comes(self, session, group, place, ready):
         self._left = None
 
+    def optimizer_steps(self, session, optimizer):
+        self._left = None
+
     def backward_ends(self, session):
-        self._left = self._now()
+        self._left = self._norms()
 
     def step_begins(self, session, visit):
-        if visit.place.before is None or self._left in (None, self._now()):
-            return
-        if session.group.is_exact and session.group.knots[session.group.plan.knots[0]].is_done:
-            return  # all of its gradient that this could be about is there
-        raise JaggError(
-            f"{visit.where}: gradients were changed since the group that began at {self._where} (clipped, scaled, set to zero?)\n"
-            "a part of the group's is still to come: change them after whole samples only, or run with JAGG_ENABLED=0"
-        )
+        if visit.place.position > 0:
+            self._compare(visit.where)
+        self._left = None
 
-    def _now(self):
-        gradients = [parameter.grad for parameter in self._parameters]
-        return [gradient if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+    def backward_begins(self, session):
+        if self._is_open:
+            self._compare(f"a backward in the group that began at {self._where}")
+        self._left = None
+
+    def _compare(self, where):
+        if self._left is not None and not torch.equal(self._left, self._norms()):
+            raise JaggError(
+                f"{where}: gradients were changed since the group that began at {self._where} (clipped, scaled, moved away?)\n"
+                "a group's come late, and together: change them after whole samples only, or run with JAGG_ENABLED=0"
+            )
+
+    def _norms(self):
+        if self._engine is None:
+            return None
+        gradients = gradients_of(self._engine.parameters())
+        if not gradients:
+            return torch.empty(0)
+        norms = torch._foreach_norm(list(gradients.values()))
+        # On one device: to the host they go at once. NaN equals nothing, not even itself, and -1 is no norm.
+        return torch.stack([norm.to(norms[0]) for norm in norms]).cpu().nan_to_num(-1, torch.inf)

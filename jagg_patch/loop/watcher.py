@@ -43,6 +43,9 @@ class Watcher:
     def gradient_comes(self, session, group, place, ready):
         """In the backward of the loss of the step at `place`; the passes of the knots in `ready` run in it as well."""
 
+    def backward_begins(self, session):
+        """`torch.autograd.backward` is called, from an update's first group to the update's end."""
+
     def backward_ends(self, session):
         """`torch.autograd.backward` has returned, from an update's first group to the update's end."""
 

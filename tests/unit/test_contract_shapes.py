@@ -541,7 +541,10 @@ def test_a_window_in_trajectory_order_and_three_solvers_are_named_as_such():
 CLIPS = [
     ("if accelerator.sync_gradients:", True),
     ("if accelerator.sync_gradients and config.train.clips:", True),
-    ("if not accelerator.sync_gradients:\n    pass\nelse:", False),
+    ("if not accelerator.sync_gradients:\n    pass\nelse:", True),
+    ("now = accelerator.sync_gradients\nif now:", True),
+    ("if bool(accelerator.sync_gradients):", True),
+    ("if accelerator.sync_gradients:\n    pass\nelse:", False),
     ("if not accelerator.sync_gradients:", False),
     ("if accelerator.sync_gradients or j == 3:", False),
     ("if config.train.max_grad_norm > 0:", False),

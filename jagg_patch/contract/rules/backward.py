@@ -53,7 +53,8 @@ def _gradients(source, contract, steps, loop):
         function = source.defined.get(name) if name != contract.loop else None
         # Where accelerate counts, it knows when a sample isn't over, and so does the optimizer.
         is_at_sync = contract.steps_optimizer and any(
-            steps in source.around(branch, LOOPS) and _is_at_sync(node, branch) for branch in source.around(node, ast.If)
+            steps in source.around(branch, LOOPS) and _is_at_sync(source, contract, node, branch)
+            for branch in source.around(node, ast.If)
         )
         for part in [node] if function is None else ast.walk(function):
             name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None)
@@ -65,9 +66,25 @@ def _gradients(source, contract, steps, loop):
                 )
 
 
-def _is_at_sync(node, branch):
-    """Whether the `if` runs `node` where accelerate reduces gradients, or where the same lines step the optimizer."""
-    mine = next((block for block in (branch.body, branch.orelse) if any(node in ast.walk(one) for one in block)), ())
-    asked = branch.test.values if isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And) else [branch.test]
-    is_synced = mine is branch.body and any(getattr(one, "attr", None) == "sync_gradients" for one in asked)
-    return is_synced or any(ast.unparse(part) == "optimizer.step" for one in mine for part in ast.walk(one))
+def _is_at_sync(source, contract, node, branch):
+    """Whether the `if` runs `node` where accelerate reduces gradients, or where the same lines step the optimizer.
+
+    As far as its text tells: the run compares gradients as well.
+    """
+    is_else = any(node in ast.walk(one) for one in branch.orelse)
+    denies = [part for part in ast.walk(branch.test) if isinstance(part, (ast.Not, ast.Or))]
+    is_synced = _asks_for_sync(source, contract, branch.test) and len(denies) == is_else
+    mine = branch.orelse if is_else else branch.body
+    calls = [part.func for one in mine for part in ast.walk(one) if isinstance(part, ast.Call)]
+    return is_synced or any(getattr(function, "attr", None) == "step" for function in calls)
+
+
+def _asks_for_sync(source, contract, test):
+    """Whether `sync_gradients` is in it, or in what a name in it was given."""
+    names = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
+    given = [
+        one.value
+        for one in ast.walk(source.defined[contract.loop])
+        if isinstance(one, ast.Assign) and {getattr(target, "id", None) for target in one.targets} & names
+    ]
+    return any(getattr(part, "attr", None) == "sync_gradients" for one in [test, *given] for part in ast.walk(one))

@@ -442,10 +442,11 @@ def test_a_penalty_at_some_steps_is_told_apart_from_a_late_backward(trains, verd
 
 @pytest.mark.usefixtures("without_contract")
 def test_what_comes_to_the_gradient_in_a_group_some_other_way_is_said(trains, verdicts, capsys):
-    """From the backward on that the first endpoint's pass runs in."""
+    """In a sequential group of two, where each step's gradient is there after its own backward, so that it may be changed."""
     decayed = "loss.backward()", "loss.backward(); [w.grad.add_(0.01) for w in model.parameters() if w.grad is not None]"
-    found = trains(models.Plain, decayed, schedule="sequential")
-    assert torch.equal(found, trains(models.Plain, decayed, schedule="sequential", self_check=False))
+    settings = dict(schedule="sequential", group_size=2)
+    found = trains(models.Plain, decayed, **settings)
+    assert torch.equal(found, trains(models.Plain, decayed, self_check=False, **settings))
     (line,) = said(capsys)
     assert "hasn't come through the model's outputs" in line and verdicts[0] < 1e-6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import AUXILIARY, CELLS, HEADS, HOOKED, LONELY, N_RANKS
+from unsuited_cells import AUXILIARY, CELLS, CLIPPED, HEADS, HOOKED, LONELY, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -56,6 +56,13 @@ def test_no_rank_waits_for_what_one_does_alone(ranks, cell):
         return
     broken = ["its forward or backward can't be run again (KeyError: 'broken')"]
     assert found == [["agrees"] if cell[1] == "a critic steps" else broken] * N_RANKS
+
+
+@pytest.mark.parametrize("cell", CLIPPED, ids=", ".join)
+def test_a_helper_that_clips_after_each_backward_stops_every_rank(ranks, cell):
+    """Also where torch counts no change, of the DTensors that FSDP2 has for gradients."""
+    (said, *others) = [rank[cell] for rank in ranks]
+    assert "gradients were changed since the group that began at sample 0, visited step" in said and others == [said]
 
 
 @pytest.mark.parametrize("engine", HOOKED)

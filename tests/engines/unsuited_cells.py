@@ -61,6 +61,7 @@ LONELY = [(engine, "a critic steps", schedule) for engine in ("none", "DDP", "FS
 LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "sequential")]
 LONELY += [(engine, "the model goes by the grad mode", "joint") for engine in ("none", "DDP", "FSDP1")]
 HOOKED = ("DDP", "FSDP1")
+CLIPPED = [(engine, schedule, "clipped") for engine in ENGINES if "," not in engine for schedule in ("joint", "sequential")]
 
 # A loss that reaches weights by another way than the model's output; DeepSpeed runs the backward and the step itself.
 ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
@@ -68,6 +69,7 @@ AUXILIARY = [(engine, "ValueHead", schedule) for engine in ("FSDP1", *ZEROS) for
 HEADS = [("DDP", "sequential"), ("DDP", "joint")]
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
 WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"}
+WITH_HELPER = {BACKWARD: f"{BACKWARD}            model.after_backward()\n"}
 WITH_HEAD = {BACKWARD: "            (loss + model.module.head(latents[i : i + 1, step]).square().mean()).backward()\n"}
 WITH_AUX_IN_ZERO = {
     BACKWARD: "            model.backward(loss + 0.5 * model.module.aux)\n            model.step()\n",
@@ -75,13 +77,14 @@ WITH_AUX_IN_ZERO = {
 }
 
 
-def run(engine, model, schedule, optimizer=torch.optim.SGD):
+def run(engine, model, schedule, optimizer=torch.optim.SGD, module=loop):
     torch.manual_seed(0)
     model = ENGINES[engine](getattr(models, model)())
+    model.after_backward = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 1e-9)  # on each rank
     torch.manual_seed(10 + dist.get_rank())
-    handle = install(vars(loop), config=JaggConfig(frac=0.8, schedule=schedule))
+    handle = install(vars(module), config=JaggConfig(frac=0.8, schedule=schedule))
     try:
-        loop.train_one_step(loop.make_args(), model, optimizer(model.parameters(), lr=0.1))
+        module.train_one_step(module.make_args(), model, optimizer(model.parameters(), lr=0.1))
     except JaggError as error:
         return str(error)
     finally:
@@ -213,6 +216,8 @@ def main(out):
     found = {cell: run(*cell) for cell in CELLS}
     found |= {cell: run_lonely(*cell) for cell in LONELY}
     found |= {("hooks", engine): run_hooked(engine) for engine in HOOKED}
+    helped = load_changed(WITH_HELPER, Path(out))
+    found |= {cell: run(cell[0], "Plain", cell[1], module=helped) for cell in CLIPPED}
     found |= {cell: run_head(*cell, Path(out)) for cell in HEADS}  # before DeepSpeed changes torch's linear layers
     logging.disable(logging.WARNING)
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}

@@ -19,7 +19,8 @@ class Untouched(Watcher):
     def forget(self, session):
         self._engine = self._where = None  # where: the last group's first step
         self._is_open = False
-        self._left = None  # norms; None where it isn't known what the last backward has left
+        # Norms; None where something has run since the last backward: in a forward FSDP1 may have gradients elsewhere.
+        self._left = None
 
     def update_ends(self, session):
         self.forget(session)
@@ -28,7 +29,6 @@ class Untouched(Watcher):
         self._where, self._is_open = visit.where, True
         has_all_at_once = session.group.is_exact and session.schedule.name != "joint"  # each step's with its own backward
         self._engine = session.group.engine if session.group.engine.leaves_gradients and not has_all_at_once else None
-        self._left = self._norms()
 
     def group_ends(self, session, group):
         self._is_open = False
@@ -53,18 +53,19 @@ class Untouched(Watcher):
         self._left = None
 
     def _compare(self, where):
-        if self._left is not None and not torch.equal(self._left, self._norms()):
+        now = self._norms() if self._left else {}
+        if any(now.get(parameter, norm) != norm for parameter, norm in (self._left or {}).items()):
             raise JaggError(
-                f"{where}: gradients were changed since the group that began at {self._where} (clipped, scaled, moved away?)\n"
+                f"{where}: gradients were changed since the group that began at {self._where} (clipped, scaled, set to zero?)\n"
                 "a group's come late, and together: change them after whole samples only, or run with JAGG_ENABLED=0"
             )
 
     def _norms(self):
-        if self._engine is None:
-            return None
-        gradients = gradients_of(self._engine.parameters())
+        """By parameter. One that has no gradient has had it moved away: by the loop, or by FSDP1 during another forward."""
+        gradients = gradients_of(self._engine.parameters()) if self._engine is not None else {}
         if not gradients:
-            return torch.empty(0)
+            return {}
         norms = torch._foreach_norm(list(gradients.values()))
         # On one device: to the host they go at once. NaN equals nothing, not even itself, and -1 is no norm.
-        return torch.stack([norm.to(norms[0]) for norm in norms]).cpu().nan_to_num(-1, torch.inf)
+        values = torch.stack([norm.to(norms[0]) for norm in norms]).nan_to_num(-1, torch.inf)
+        return dict(zip(gradients, values.tolist(), strict=True))

@@ -36,7 +36,7 @@ def train(load_loop):
         if settings:
             install(vars(module), config=JaggConfig(**settings))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
+        optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in trained(model)))
         torch.manual_seed(1)
         module.train_one_step(module.make_args(), model, optimizer)
         return seen
@@ -73,6 +73,22 @@ HARMLESS = {
 def test_gradients_may_be_looked_at_and_left_as_they_are(train, look, schedule):
     found, expected = (train(how, schedule=schedule, frac=1) for how in (HARMLESS[look], lambda model: None))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_gradients_may_be_added_up_elsewhere(train, schedule):
+    found = []
+    for settings in ({}, {"schedule": schedule, "group_size": 2, "frac": 1}, {"schedule": schedule, "knots": "15"}):
+        sums = {}
+
+        def move(model, sums=sums):
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    sums[name], p.grad = sums.get(name, 0) + p.grad, None
+
+        assert train(move, **settings) == []
+        found.append(torch.cat([sums[name].flatten() for name in sorted(sums)]))
+    assert torch.allclose(found[1], found[0], rtol=1e-5, atol=1e-8) and torch.allclose(found[2], found[0], rtol=1e-5, atol=1e-8)
 
 
 def test_gradients_that_are_no_numbers_are_what_they_were(train):

@@ -1,5 +1,7 @@
 """Nobody changes gradients in the midst of a sample: what clips or scales them would miss what is still to come of a group's."""
 
+from functools import reduce
+
 import torch
 
 from ..engines.gradients import gradients_of
@@ -65,7 +67,8 @@ class Untouched(Watcher):
         gradients = gradients_of(self._engine.parameters()) if self._engine is not None else {}
         if not gradients:
             return {}
-        norms = torch._foreach_norm(list(gradients.values()))
+        wide = reduce(torch.promote_types, {gradient.dtype for gradient in gradients.values()}, torch.float32)
+        norms = torch._foreach_norm(list(gradients.values()), 2, wide)
         # On one device: to the host they go at once. NaN equals nothing, not even itself, and -1 is no norm.
         values = torch.stack([norm.to(norms[0]) for norm in norms]).nan_to_num(-1, torch.inf)
         return dict(zip(gradients, values.tolist(), strict=True))

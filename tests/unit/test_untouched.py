@@ -21,6 +21,7 @@ CHANGES = {
     "clamped past torch's counting": lambda model: [p.grad.data.clamp_(-1e-5, 1e-5) for p in trained(model)],
     "before a backward of others": lambda model: [CHANGES["clipped"](model), (OTHER(torch.ones(2)).sum()).backward()],
     "replaced": lambda model: [setattr(p, "grad", p.grad / 2) for p in trained(model)],
+    "scaled by next to nothing": lambda model: [p.grad.mul_(0.9999) for p in trained(model)],
     "scaled by hand": lambda model: [p.grad.mul_(0.5) for p in trained(model)],
 }
 

@@ -177,6 +177,9 @@ def measure(trainer, transformer, eta):
     return rows
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # in one process, as it is here
+
+
 @pytest.fixture(scope="module")
 def rows():
     with mini_trainer() as (trainer, transformer):

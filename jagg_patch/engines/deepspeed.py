@@ -54,6 +54,15 @@ class DeepSpeed(Engine):
             return super().hold_micro_step()
         return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
+    def begin_without_pass(self):
+        """Its bf16 optimizer adds up in float32, after each backward, what is in `.grad`, and clears it where the next one begins.
+
+        It knows that by the model's output: here the backward before would be counted once more.
+        """
+        clear = getattr(getattr(self._engine, "optimizer", None), "clear_lp_grads", None)
+        if clear is not None:
+            clear()
+
     def drop_gradients(self):
         return False
 

@@ -66,6 +66,9 @@ class Engine:
         """A function that puts the engine's count of micro-steps back to what it is now, where that matters."""
         return lambda: None
 
+    def begin_without_pass(self):
+        """In a backward that reaches no graph of the model, as those of a group's steps between: what begins one elsewhere."""
+
     def drop_gradients(self):
         """Drop all gradients and return True; False where some are kept that `zero_grad()` doesn't reach."""
         self.model.zero_grad()

@@ -143,6 +143,7 @@ class OpenGroup:
             # The largest: a loss may have a second backward while its group is open, as unpatched.
             self.received = place.position if self.received is None else max(self.received, place.position)
             if not ready:
+                self.engine.begin_without_pass()
                 return [torch.zeros_like(parameter) for parameter in self._link]
             if not self.has_begun:
                 self._resume_micro_step()

@@ -10,7 +10,7 @@ from .watcher import Watcher
 
 
 class Untouched(Watcher):
-    """From an update's first group on, compares the norms of the gradients that a backward has left with those at the next step.
+    """From an update's first group on, compares the norms of the gradients that a backward leaves with those at the next one.
 
     Not their versions: DTensors changed by `torch._foreach_*` keep theirs, and so does what is changed through `.data`.
     """
@@ -19,16 +19,15 @@ class Untouched(Watcher):
         self.forget(None)
 
     def forget(self, session):
-        self._engine = self._where = None  # where: the last group's first step
+        self._engine = self._group = self._step = None  # of the last group, where it began; of a step whose loss is to come
         self._is_open = False
-        # Norms; None where something has run since the last backward: in a forward FSDP1 may have gradients elsewhere.
-        self._left = None
+        self._left = None  # norms after the last backward; None where they may have been changed rightly
 
     def update_ends(self, session):
         self.forget(session)
 
     def group_begins(self, session, visit):
-        self._where, self._is_open = visit.where, True
+        self._group, self._is_open = visit.where, True
         has_all_at_once = session.group.is_exact and session.schedule.name != "joint"  # each step's with its own backward
         self._engine = session.group.engine if session.group.engine.leaves_gradients and not has_all_at_once else None
 
@@ -36,31 +35,28 @@ class Untouched(Watcher):
         self._is_open = False
 
     def gradient_comes(self, session, group, place, ready):
-        self._left = None
+        self._left = None  # in a backward that wasn't torch.autograd's
 
     def optimizer_steps(self, session, optimizer):
         self._left = None
 
-    def backward_ends(self, session):
-        self._left = self._norms()
-
     def step_begins(self, session, visit):
-        if visit.place.position > 0:
-            self._compare(visit.where)
-        self._left = None
+        self._step = visit.where
+        if visit.place.position == 0:
+            self._left = None
 
     def backward_begins(self, session):
-        if self._is_open:
-            self._compare(f"a backward in the group that began at {self._where}")
-        self._left = None
-
-    def _compare(self, where):
-        now = self._norms() if self._left else {}
+        # After a sample's last step, with no group open, a backward is another model's.
+        now = self._norms() if self._left and (self._step or self._is_open) else {}
         if any(now.get(parameter, norm) != norm for parameter, norm in (self._left or {}).items()):
             raise JaggError(
-                f"{where}: gradients were changed since the group that began at {self._where} (clipped, scaled, set to zero?)\n"
+                f"{self._step or self._group}: gradients were changed since the group that began at {self._group} (clipped, scaled, "
+                "set to zero?)\n"
                 "a group's come late, and together: change them after whole samples only, or run with JAGG_ENABLED=0"
             )
+
+    def backward_ends(self, session):
+        self._step, self._left = None, self._norms()
 
     def _norms(self):
         """By parameter. One that has no gradient has had it moved away: by the loop, or by FSDP1 during another forward."""

@@ -152,6 +152,7 @@ class Zero0(Replicated):
 
     stage = 0
     scale = None
+    precision = {}
 
     def __init__(self, model, blocks, checkpoint, cell, n_micro_steps):
         import deepspeed
@@ -167,6 +168,7 @@ class Zero0(Replicated):
             "gradient_accumulation_steps": n_micro_steps,
             "zero_optimization": settings,
             "zero_allow_untested_optimizer": True,
+            **self.precision,
         }
         self.transformer, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
         self.scale = 1 / n_micro_steps
@@ -192,6 +194,17 @@ class Zero0(Replicated):
 
 class Zero1(Zero0):
     stage = 1
+
+
+class Zero1Bf16(Zero1):
+    """In bfloat16; gradients are added up in float32 when a backward has ended."""
+
+    precision = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+    def trained_weights(self):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return torch.cat([safe_get_full_fp32_param(p).detach().flatten() for p in trained(self.transformer)])
 
 
 class Zero2(Zero0):

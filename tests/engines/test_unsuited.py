@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import AUXILIARY, CELLS, CLIPPED, HEADS, HOOKED, LONELY, N_RANKS
+from unsuited_cells import AUXILIARY, CELLS, CLIPPED, HEADS, HOOKED, IN_BF16, LONELY, N_RANKS
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -83,3 +83,12 @@ def test_weights_that_the_output_does_not_reach_leave_ddp_unchecked_and_training
             assert "has given DDP gradients by another way" in said[0] and len(said[0].splitlines()) == 2
             continue
         assert said == [why] and error < 1e-6
+
+
+@pytest.mark.parametrize("schedule", IN_BF16)
+def test_deepspeed_s_own_bf16_adds_up_each_backward_once(ranks, schedule):
+    """Groups of two are exact; of a joint one autograd adds up the two in bfloat16, and the pairs cancel in part."""
+    for rank in ranks:
+        expected, found = rank["bf16", schedule]
+        assert expected.norm() > 0
+        assert (found - expected).norm() <= (1e-6 if schedule == "sequential" else 2**-7) * expected.norm()

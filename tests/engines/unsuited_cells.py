@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engines import Zero1, Zero3, fully_shard
+from engines import Zero1, Zero1Bf16, Zero3, fully_shard
 from observe import self_checks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -67,14 +67,13 @@ CLIPPED = [(engine, schedule, "clipped") for engine in ENGINES if "," not in eng
 ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
 AUXILIARY = [(engine, "ValueHead", schedule) for engine in ("FSDP1", *ZEROS) for schedule in ("joint", "sequential")]
 HEADS = [("DDP", "sequential"), ("DDP", "joint")]
+IN_BF16 = "sequential", "joint"
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
 WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"}
 WITH_HELPER = {BACKWARD: f"{BACKWARD}            model.after_backward()\n"}
 WITH_HEAD = {BACKWARD: "            (loss + model.module.head(latents[i : i + 1, step]).square().mean()).backward()\n"}
-WITH_AUX_IN_ZERO = {
-    BACKWARD: "            model.backward(loss + 0.5 * model.module.aux)\n            model.step()\n",
-    STEP: "            pass\n",
-}
+IN_ZERO = {BACKWARD: "            model.backward(loss)\n            model.step()\n", STEP: "            pass\n"}
+WITH_AUX_IN_ZERO = IN_ZERO | {BACKWARD: IN_ZERO[BACKWARD].replace("loss", "loss + 0.5 * model.module.aux")}
 
 
 def run(engine, model, schedule, optimizer=torch.optim.SGD, module=loop):
@@ -150,6 +149,27 @@ def run_auxiliary(engine, model, schedule, out):
         handle.uninstall()
 
 
+class InBf16(models.Plain):
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float()
+
+
+def run_in_bf16(schedule, out):
+    """The update of DeepSpeed's own bf16, unpatched, and in groups of two."""
+    updates = []
+    for config in (None, JaggConfig(frac=1, group_size=2, schedule=schedule)):
+        torch.manual_seed(0)
+        module = load_changed(IN_ZERO, out)
+        zero = Zero1Bf16(InBf16(), None, lambda model: None, None, n_micro_steps=30)
+        before = zero.trained_weights()
+        torch.manual_seed(10 + dist.get_rank())
+        if config is not None:
+            install(vars(module), config=config)
+        module.train_one_step(module.make_args(), zero.transformer, None)
+        updates.append(zero.trained_weights() - before)
+    return updates
+
+
 class Sgd:
     """What the loop calls as its optimizer: something happens before that steps."""
 
@@ -221,6 +241,7 @@ def main(out):
     found |= {cell: run_head(*cell, Path(out)) for cell in HEADS}  # before DeepSpeed changes torch's linear layers
     logging.disable(logging.WARNING)
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}
+    found |= {("bf16", schedule): run_in_bf16(schedule, Path(out)) for schedule in IN_BF16}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()
     dist.destroy_process_group()

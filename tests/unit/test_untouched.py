@@ -8,6 +8,7 @@ from jagg_patch import JaggConfig, JaggError, install
 
 FLUX = "train_grpo_flux"
 BACKWARD = "            loss.backward()"
+HELPER = "            model.help(model)"
 
 
 def trained(model):
@@ -28,12 +29,15 @@ CHANGES = {
 
 @pytest.fixture
 def train(load_loop):
-    """`train(change, settings)`: the gradient of a training step after each of whose backwards `change(model)` is called."""
+    """`train(change, settings)`: the gradient of a training step, after each of whose backwards `change(model)` is called.
 
-    def run(change, pieces=(), **settings):
-        module = load_loop(FLUX, BACKWARD, f"{BACKWARD}\n            model.after_backward(model)", *pieces)
+    Or wherever `lines` have it.
+    """
+
+    def run(change, pieces=(), lines=(BACKWARD, HELPER), **settings):
+        module = load_loop(FLUX, BACKWARD, "\n".join(lines), *pieces)
         model, seen = models.Plain(), []
-        model.after_backward = change
+        model.help = change
         if settings:
             install(vars(module), config=JaggConfig(**settings))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -46,10 +50,11 @@ def train(load_loop):
 
 
 @pytest.mark.parametrize("settings", [{"group_size": 2, "schedule": "joint"}, {"group_size": 3}, {"group_size": 4, "frac": 0.5}])
+@pytest.mark.parametrize("lines", [(BACKWARD, HELPER), (HELPER, BACKWARD)], ids=["after", "before"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_a_helper_changes_inside_a_group_stop_the_run(train, change, settings):
+def test_gradients_that_a_helper_changes_inside_a_group_stop_the_run(train, change, lines, settings):
     with pytest.raises(JaggError, match=r"gradients were changed since the group that began at sample \d") as error:
-        train(CHANGES[change], **{"frac": 1} | settings)
+        train(CHANGES[change], lines=lines, **{"frac": 1} | settings)
     assert len(str(error.value).splitlines()) == 2
 
 

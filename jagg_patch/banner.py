@@ -4,7 +4,7 @@ from . import __version__
 from .config import AUTO
 from .loop.schedule import MEASURED_UPDATES
 from .loop.watcher import Watcher
-from .method.cost import backward_passes, knot_probe_cost, probe_cost, training_step_cost, update_cost
+from .method.cost import backward_passes, forward_passes, knot_probe_cost, probe_cost, training_step_cost, update_cost
 from .method.plan import (
     ENDPOINTS_FIRST,
     LOOK_AHEAD,
@@ -23,8 +23,8 @@ MEMORY = {
 }
 
 FORWARDS = {
-    ENDPOINTS_FIRST: "2 a group (3 where DDP syncs the last one's gradients)",
-    LOOK_AHEAD: "3 a group, counted above; 2 in the joint schedule",
+    ENDPOINTS_FIRST: "{together} a {whose} (one more where DDP syncs the last one's gradients)",
+    LOOK_AHEAD: "{alone} a {whose}, counted above; {together} in the joint schedule",
 }
 
 
@@ -54,7 +54,8 @@ def banner(trainer, config, args):
         largest = max(len(gap) for group in groups for gap in group.gaps)
         if config.skip_forwards and largest > least_forwards(config.schedule):
             lines.append(
-                f"  forwards: {FORWARDS[forwards]}, the others are estimated from the rollout's; its first sample is compared"
+                f"  forwards: {describe_forwards(config, visited, groups, forwards)}, the others are estimated from the "
+                "rollout's; its first sample is compared"
             )
         if config.has_knots and visited < trainable:
             n_knots = backward_passes(visited, groups)
@@ -82,6 +83,14 @@ def plan_settings(config):
     if config.knots:
         return [f"knots {config.knots}" + f" (cosine {config.knots_cosine:g})" * (config.knots == AUTO)]
     return [f"group_size {config.group_size}", f"frac {share(config.frac)}"]
+
+
+def describe_forwards(config, n_visited, groups, at_most):
+    """How many of a sample's forwards, or of a published group's, are run."""
+    together, alone = ENDPOINTS_FIRST, LOOK_AHEAD
+    if config.has_knots:
+        together, alone = [forward_passes(n_visited, groups, a_group) for a_group in (together, alone)]
+    return FORWARDS[at_most].format(together=together, alone=alone, whose="sample" if config.has_knots else "group")
 
 
 def describe_knots(n_trajectory, n_visited, groups):

@@ -59,7 +59,7 @@ def _switch(value):
 
 def _positions(value):
     """`"5,9"` as `(5, 9)`."""
-    values = [one for one in value.split(",") if one.strip()] if isinstance(value, str) else value
+    values = value.split(",") if isinstance(value, str) and value else value or ()
     return tuple(sorted({_whole(one) for one in values}))
 
 
@@ -159,6 +159,8 @@ class JaggConfig:
         (lambda value: None, "0 or 1"),
         "0 leaves out the check that computes each group's gradient once more, at a run's start, in the unpatched order",
     )
+    _given = frozenset()  # no setting: the names of those that the environment has
+
     log: str = _setting("", _path, (lambda value: None, "a path"), "a file that gets a line of JSON a training step")
 
     def __post_init__(self):
@@ -206,7 +208,9 @@ class JaggConfig:
         cls._require_one_plan(chosen)
         if set(KNOTS).intersection(chosen):
             defaults = {name: value for name, value in defaults.items() if name not in GROUPS}
-        return cls(**(defaults | given))
+        config = cls(**(defaults | given))
+        object.__setattr__(config, "_given", frozenset(chosen))
+        return config
 
     def with_flags(self, args):
         """These settings, overridden by the `jagg_*` attributes of the parsed `args` that aren't None."""
@@ -216,6 +220,9 @@ class JaggConfig:
             for setting, value in flags.items()
             if value is not None
         }
+        # By name: a flag may contradict the environment's plan at its default's value too.
+        chosen = {name for name, value in given.items() if value not in ("", ())}
+        self._require_one_plan((self._given - given.keys()) | chosen)
         return type(self)(**(self.as_dict() | given))
 
     def as_dict(self):

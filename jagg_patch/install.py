@@ -136,7 +136,7 @@ class Handle:
             say_on_rank_zero(describe(record))
         if self._log is not None and is_first_rank():
             run = {"jagg": __version__, "trainer": self._trainer.name, "group_size": self.config.group_size}
-            run |= {"aggregation": self.config.aggregation, "cuts": self.config.cuts}
+            run |= {name: getattr(self.config, name) for name in ("aggregation", "cuts", "knots_at")}
             self._log.write(run | self._costs | record)
 
     def _announce(self, args):

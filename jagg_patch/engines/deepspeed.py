@@ -55,10 +55,16 @@ class DeepSpeed(Engine):
         return partial(setattr, optimizer, "micro_step_id", optimizer.micro_step_id)
 
     def begin_without_pass(self):
-        """Its bf16 optimizer adds up in float32, after each backward, what is in `.grad`, and clears it where the next one begins.
+        """Its bf16 optimizer adds up in float32, after each backward, what is in `.grad`, and clears it where the next begins.
 
-        It knows that by the model's output: here the backward before would be counted once more.
+        It knows that by the model's output: here the backward before would be counted once more. Raises `JaggError` where the
+        loop calls `loss.backward()`, as it may from 0.18 on: then all of DeepSpeed goes by the output.
         """
+        if not getattr(self._engine, "_running_engine_backward", True):
+            raise JaggError(
+                "the loop calls loss.backward(), in which DeepSpeed waits for the output of that step's own forward\n"
+                "call the engine's: engine.backward(loss), or run with JAGG_ENABLED=0"
+            )
         clear = getattr(getattr(self._engine, "optimizer", None), "clear_lp_grads", None)
         if clear is not None:
             clear()

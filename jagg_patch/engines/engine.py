@@ -67,7 +67,10 @@ class Engine:
         return lambda: None
 
     def begin_without_pass(self):
-        """In a backward that reaches no graph of the model, as those of a group's steps between: what begins one elsewhere."""
+        """In a backward that reaches no graph of the model, as those of a group's steps between: what begins one elsewhere.
+
+        Raises `JaggError` where the engine can't have that.
+        """
 
     def drop_gradients(self):
         """Drop all gradients and return True; False where some are kept that `zero_grad()` doesn't reach."""

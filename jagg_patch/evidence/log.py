@@ -83,11 +83,19 @@ class Log:
             self._defined_in = run
         values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
         for probe in record["probe"] or ():
-            prefix = f"cosine_W{probe['group_size']}"
-            cosines = {f"{prefix}/{n}": group["cosine"] for n, group in enumerate(probe["groups"]) if group["cosine"] is not None}
-            values = cosines | values  # the run's own groups come first, and another split of the same W mustn't overwrite them
+            values = cosines(probe) | values  # the run's own come first, and others of the same name mustn't overwrite them
         # Not committed: the trainer's own steps go on as they are.
         run.log({f"jagg/{name}": value for name, value in values.items()}, commit=False)
+
+
+def cosines(probe):
+    """By name: those of a `GroupProbe`'s groups, or a `KnotProbe`'s one of the whole update."""
+    if "groups" in probe:
+        found = {f"cosine_W{probe['group_size']}/{n}": group["cosine"] for n, group in enumerate(probe["groups"])}
+    else:
+        plan = f"W{probe['group_size']}" if probe["group_size"] else f"knots{len(probe['knots'])}"
+        found = {f"cosine_{plan}": probe["cosine"]}
+    return {name: cosine for name, cosine in found.items() if cosine is not None}
 
 
 def is_cut_off(file):

@@ -48,7 +48,9 @@ class Placement(Watcher):
         return plan_groups(n_steps, self._config)
 
     def largest(self, n_steps):
-        """How many steps there are from a knot to the next, at most."""
+        """How many steps there are, or can be, from a knot to the next."""
+        if self._places:
+            return n_steps - (0 if self.is_auto else min(self._config.knots, n_steps) - 2)
         return max((len(gap) for group in self.groups(n_steps) for gap in group.gaps), default=0)
 
     def comes_to(self, session, step):
@@ -104,7 +106,8 @@ class Placement(Watcher):
     def nearby(self, n_visited):
         """Sets of knots to measure: the present one, and the best of one knot less and of one more, where there are such."""
         present = knots_of(n_visited, self.groups(n_visited))
-        numbers = [len(present) - 1, len(present) + 1] if self._sigmas else []
+        # Levels may be those of another number of steps: where all are knots, nothing is placed.
+        numbers = [len(present) - 1, len(present) + 1] if len(self._sigmas or ()) == n_visited else []
         others = [best_knots(n, self._sigmas, self._sizes) for n in numbers if 2 <= n < n_visited]
         return [present, *others]
 

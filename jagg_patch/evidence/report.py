@@ -43,12 +43,12 @@ def run(args):
             f"{', '.join(map(str, args.logs))}: {len(records)} training steps, none of them probed\n"
             "run with JAGG_PROBE_EVERY=10, say, for long enough"
         )
-    pages = {report_knots if "knots" in record["probe"][0] else report_groups for record in probed}
-    if len(pages) > 1:
-        raise JaggError("the logs are of runs with groups and of runs with knots\nreport on them one at a time")
-    (page,) = pages
-    threshold = page.THRESHOLD if args.threshold is None else args.threshold
     try:
+        pages = {report_knots if "knots" in record["probe"][0] else report_groups for record in probed}
+        if len(pages) > 1:
+            raise JaggError("the logs are of runs with groups and of runs with knots\nreport on them one at a time")
+        (page,) = pages
+        threshold = page.THRESHOLD if args.threshold is None else args.threshold
         found = page.cosines(probed)
         options = page.choices(found, probed[0], threshold, forwards[0])
         lines = [*describe(records, probed), "", *page.describe(probed[0], found, options, forwards[0], threshold)]

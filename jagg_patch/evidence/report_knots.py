@@ -68,7 +68,9 @@ def describe(first, found, options, forwards, threshold):
     whole, new_whole = best["training_step"]
     if first["sampled_steps"]:
         lines.append(f"  a training step with sampling {whole:g} -> {new_whole:g} ({whole / new_whole:.2f}x)")
-    lines.append(f"recommended: JAGG_KNOTS={best['passes']}")
+    # Places that were named are measured alone, and may be where nothing can be placed.
+    how = f"JAGG_KNOTS_AT={','.join(map(str, best['knots']))}" if first.get("knots_at") else f"JAGG_KNOTS={best['passes']}"
+    lines.append(f"recommended: {how}")
     if best is not options[0]:
         lines.append(f"  fewer were measured less than {FEW} times")
     if best["probes"] < FEW:
@@ -103,4 +105,5 @@ def draw(left, right, probed, found, options, threshold):
     right.set(xlabel="training step", ylabel="cosine")
     for axis in (left, right):
         axis.axhline(threshold, color="gray", linewidth=0.8, linestyle=":")
-        axis.legend(fontsize=8)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=8)

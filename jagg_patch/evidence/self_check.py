@@ -17,6 +17,7 @@ from ..engines import engine_of
 from ..errors import JaggError
 from ..loop.between import compares
 from ..loop.watcher import Watcher
+from ..loop.weights import new_group
 from ..ranks import gathered
 from .kept_group import CannotCheck, KeptGroup, rounding
 from .log import now
@@ -27,6 +28,7 @@ class SelfCheck(Watcher):
     """`say` is called on every rank with the line that tells why there was none."""
 
     def __init__(self, config, say=lambda line: None):
+        self._config = config
         self._is_on = config.enabled and config.self_check
         self._checked = WeakIdKeyDictionary()  # by a model's first weight: how often in `_way_of` groups; the same on every rank
         self._why_not = None  # this rank's reason to do without
@@ -139,8 +141,8 @@ class SelfCheck(Watcher):
         return had_none or (not any(others) and self._is_left(session, model, group))
 
     def _way_of(self, session, group):
-        """How a group of the plan runs, and where it begins: the same on every rank."""
-        return group.start, session.schedule.name == "joint", session.skipping.is_on, self._has_moved
+        """How a group of the plan runs, and which it is: the same on every rank."""
+        return group, session.schedule.name == "joint", session.skipping.is_on, self._has_moved
 
     def update_ends(self, session):
         if self._kept is not None and not self._has_asked and not self._has_said:
@@ -190,7 +192,7 @@ class SelfCheck(Watcher):
         if other is not None:
             raise JaggError(
                 f"{other}: the model's output depends on other weights than at the first step of its group, {self._kept.where}\n"
-                "each would get another gradient than its own: begin a new group there (JAGG_CUTS), or run with JAGG_ENABLED=0"
+                f"each would get another gradient than its own: {new_group(self._config)}, or run with JAGG_ENABLED=0"
             )
         if adds is not None:
             raise JaggError(

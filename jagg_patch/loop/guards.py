@@ -267,6 +267,6 @@ def require_one_solver_call(where, n_calls):
 def second_backward(where):
     """The `JaggError` to raise when a gradient comes too late."""
     return JaggError(
-        f"{where}: a second backward reached the group after its last step's (retain_graph, or a loss used twice)\n"
+        f"{where}: a second backward reached the group, at an endpoint whose own had begun (retain_graph, or a loss used twice)\n"
         "its gradient would count double or be lost: run with JAGG_ENABLED=0"
     )

@@ -55,10 +55,13 @@ class Skipping(Watcher):
             self._is_paused = False
 
     def update_begins(self, session, step):
+        if not session.order.groups:
+            return
         largest, schedule = session.order.planner.largest(session.order.n_visited), session.schedule.name
         if self.is_on and largest <= least_forwards(schedule):
             self.is_on = False
-            self._say(f"JAGG: no forwards are skipped: the largest group has {largest} steps, the schedule is {schedule}")
+            why = f"from one knot to the next are {largest} steps at most, the schedule is {schedule}"
+            self._say(f"JAGG: no forwards are skipped from here on: {why}")
         if self.is_on and not self._has_stated_memory:
             self._has_stated_memory = True
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"

@@ -50,8 +50,8 @@ class Untouched(Watcher):
         now = self._norms() if self._left and (self._step or self._is_open) else {}
         if any(now.get(parameter, norm) != norm for parameter, norm in (self._left or {}).items()):
             raise JaggError(
-                f"{self._step or self._group}: gradients were changed since the group that began at {self._group} (clipped, scaled, "
-                "set to zero?)\n"
+                f"{self._step or self._group}: gradients were changed since the group that began at {self._group} "
+                "(clipped, scaled, set to zero?)\n"
                 "a group's come late, and together: change them after whole samples only, or run with JAGG_ENABLED=0"
             )
 

@@ -53,9 +53,10 @@ class SameWeights(Watcher):
             return
         is_whole = session.group.is_exact  # its gradient is, if each graph is whole
         if self._trained_now() != self._trained and not is_whole:
-            raise weights_change(self._first, visit, "which weights are trained (requires_grad, or the adapter that is active)")
+            what = "which weights are trained (requires_grad, or the adapter that is active)"
+            raise weights_change(session.config, self._first, visit, what)
         if visit.place.closes and not is_whole and self._reach(session, visit, output) != self._reached:
-            raise weights_change(self._first, visit, "which weights the model's output depends on")
+            raise weights_change(session.config, self._first, visit, "which weights the model's output depends on")
 
     def _trained_now(self):
         return [weight.requires_grad for weight in self._weights]
@@ -138,9 +139,16 @@ def lead_to_weights(nodes):
     return any(is_weight(node) or hides_weights(node) for node in nodes)
 
 
-def weights_change(first, visit, what):
+def weights_change(config, first, visit, what):
     """The `JaggError` to raise when the group that began with `first` comes, by `visit`, to other weights."""
     return JaggError(
         f"{visit.where}: {what} changes in the group that began at {first.where}\n"
-        "each would get another gradient than its own: begin a new group there (JAGG_CUTS), or run with JAGG_ENABLED=0"
+        f"each would get another gradient than its own: {new_group(config)}, or run with JAGG_ENABLED=0"
     )
+
+
+def new_group(config):
+    """What to do where another group should begin."""
+    if config.has_knots:
+        return "name the steps on both sides as knots (JAGG_KNOTS_AT)"
+    return "begin a new group there (JAGG_CUTS)"

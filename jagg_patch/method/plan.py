@@ -256,12 +256,12 @@ def alphas(timesteps):
     if (span == 0).any():
         raise JaggError(
             f"the endpoints of a group share a timestep ({timesteps[0].tolist()} and {timesteps[-1].tolist()})\n"
-            "interpolation in t isn't defined there: use fewer sampling steps, another shift, or group nothing (frac 0)"
+            "interpolation in t isn't defined there: use fewer sampling steps, another shift, or run with JAGG_ENABLED=0"
         )
     weights = (t[0] - t) / span
     if not ((0 <= weights) & (weights <= 1)).all():
         raise JaggError(
             f"a group's timesteps aren't all between those of its endpoints: {timesteps.tolist()}\n"
-            "interpolation in t isn't one there: give the steps in the order of the trajectory, or group nothing (frac 0)"
+            "interpolation in t isn't one there: give the steps in the order of the trajectory, or run with JAGG_ENABLED=0"
         )
     return weights

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unsuited_cells import AUXILIARY, CELLS, CLIPPED, HEADS, HOOKED, IN_BF16, LONELY, N_RANKS
+from unsuited_cells import AUXILIARY, CELLS, CLIPPED, HEADS, HOOKED, IN_BF16, LONELY, N_RANKS, OWN_BACKWARD
 from launch import forked
 
 LATE = r"the group's gradient is \d+\.\d% off the one with each backward right after its forward"
@@ -92,3 +92,9 @@ def test_deepspeed_s_own_bf16_adds_up_each_backward_once(ranks, schedule):
         expected, found = rank["bf16", schedule]
         assert expected.norm() > 0
         assert (found - expected).norm() <= (1e-6 if schedule == "sequential" else 2**-7) * expected.norm()
+
+
+@pytest.mark.parametrize("schedule", OWN_BACKWARD)
+def test_on_deepspeed_a_backward_that_is_not_the_engine_s_is_refused(ranks, schedule):
+    for rank in ranks:
+        assert "call the engine's: engine.backward(loss)" in rank["backward", schedule]

@@ -8,6 +8,7 @@ import logging
 import sys
 import warnings
 from functools import partial
+from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -68,11 +69,13 @@ ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
 AUXILIARY = [(engine, "ValueHead", schedule) for engine in ("FSDP1", *ZEROS) for schedule in ("joint", "sequential")]
 HEADS = [("DDP", "sequential"), ("DDP", "joint")]
 IN_BF16 = "sequential", "joint"
+OWN_BACKWARD = IN_BF16 if int(version("deepspeed").split(".")[1]) >= 18 else ()  # before it, DeepSpeed couldn't have it unpatched
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
 WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"}
 WITH_HELPER = {BACKWARD: f"{BACKWARD}            model.after_backward()\n"}
 WITH_HEAD = {BACKWARD: "            (loss + model.module.head(latents[i : i + 1, step]).square().mean()).backward()\n"}
 IN_ZERO = {BACKWARD: "            model.backward(loss)\n            model.step()\n", STEP: "            pass\n"}
+WITH_OWN_BACKWARD = IN_ZERO | {BACKWARD: f"{BACKWARD}            model.step()\n"}
 WITH_AUX_IN_ZERO = IN_ZERO | {BACKWARD: IN_ZERO[BACKWARD].replace("loss", "loss + 0.5 * model.module.aux")}
 
 
@@ -130,9 +133,9 @@ def run_head(engine, schedule, out):
     return [entry if isinstance(entry, str) else "agrees" for entry in found], float((weights[1] - weights[0]).abs().max())
 
 
-def run_auxiliary(engine, model, schedule, out):
+def run_auxiliary(engine, model, schedule, out, changes=None):
     torch.manual_seed(0)
-    module = load_changed(WITH_AUX_IN_ZERO if engine in ZEROS else WITH_AUX, out)
+    module = load_changed(changes or (WITH_AUX_IN_ZERO if engine in ZEROS else WITH_AUX), out)
     model = getattr(models, model)()
     if engine in ZEROS:
         zero = ZEROS[engine](model, None, lambda model: None, None, n_micro_steps=30)
@@ -241,6 +244,8 @@ def main(out):
     found |= {cell: run_head(*cell, Path(out)) for cell in HEADS}  # before DeepSpeed changes torch's linear layers
     logging.disable(logging.WARNING)
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}
+    for schedule in OWN_BACKWARD:
+        found["backward", schedule] = run_auxiliary("ZeRO-1", "Plain", schedule, Path(out), WITH_OWN_BACKWARD)
     found |= {("bf16", schedule): run_in_bf16(schedule, Path(out)) for schedule in IN_BF16}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()

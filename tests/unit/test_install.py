@@ -223,22 +223,28 @@ def test_banner_names_version_settings_plan_and_saving(load, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("group_size", "schedule", "cost", "forwards"),
+    ("plan", "schedule", "cost", "forwards"),
     [
         (4, "auto", 25, "3 a group, counted above; 2 in the joint schedule"),
         (4, "sequential", 25, "3 a group, counted above; 2 in the joint schedule"),
-        (4, "joint", 24, "2 a group (3 where DDP syncs the last one's gradients)"),
+        (4, "joint", 24, "2 a group (one more where DDP syncs the last one's gradients)"),
         (3, "auto", 33, "3 a group, counted above; 2 in the joint schedule"),
         (3, "sequential", 33, None),
+        ("0,3,8", "auto", 14, "5 a sample, counted above; 4 in the joint schedule"),
+        ("0,3,8", "joint", 13, "4 a sample (one more where DDP syncs the last one's gradients)"),
     ],
 )
-def test_banner_says_how_many_forwards_a_group_takes(load, capsys, monkeypatch, group_size, schedule, cost, forwards):
-    """By hand: of nine steps five are a group of 5, or three one of 3; the others cost 4 each, a group a forward and 3 at each end."""
+def test_banner_says_how_many_forwards_a_group_takes(load, capsys, monkeypatch, plan, schedule, cost, forwards):
+    """By hand: of nine steps five are a group of 5, or three one of 3; the others cost 4 each, a group a forward and 3 at each end.
+
+    With three knots, of four steps and of six from one to the next, the first two are run first, or none.
+    """
     monkeypatch.setenv("RANK", "0")
     module = load()
     parser = argparse.ArgumentParser()
     parser.set_defaults(**vars(module.make_args(timestep_fraction=0.6)))
-    config = JaggConfig(group_size=group_size, frac=0.6 if group_size == 4 else 0.4, schedule=schedule, skip_forwards=True)
+    which = {"knots_at": plan} if isinstance(plan, str) else {"group_size": plan, "frac": 0.6 if plan == 4 else 0.4}
+    config = JaggConfig(schedule=schedule, skip_forwards=True, **which)
     install(vars(module), parser, config)
     parser.parse_args([])
     printed = capsys.readouterr().out

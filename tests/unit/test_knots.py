@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from argparse import Namespace
 from types import SimpleNamespace
 
 import models
@@ -143,11 +144,34 @@ def test_defaults_that_are_given_are_refused_as_well_and_a_trainer_s_own_are_not
     assert JaggConfig.from_env({"JAGG_KNOTS": ""}, frac=1.0).frac == 1
 
 
+def with_flags(environ, **flags):
+    return JaggConfig.from_env(environ).with_flags(Namespace(**{f"jagg_{name}": value for name, value in flags.items()}))
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags"),
+    [
+        ({"JAGG_KNOTS": "4"}, {"group_size": "4"}),
+        ({"JAGG_KNOTS_AT": "0,3"}, {"frac": "0.6"}),
+        ({"JAGG_GROUP_SIZE": "4"}, {"knots": "4"}),
+        ({}, {"knots": "4", "frac": "0.6"}),
+    ],
+)
+def test_a_flag_and_the_environment_that_say_different_things_are_refused_at_defaults_too(environ, flags):
+    with pytest.raises(JaggError, match="are set together"):
+        with_flags(environ, **flags)
+
+
+def test_an_empty_flag_takes_back_what_the_environment_says():
+    assert with_flags({"JAGG_KNOTS": "4"}, knots="", group_size="4").has_knots is False
+    assert with_flags({"JAGG_KNOTS": "4"}, knots="5").knots == 5
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("knots", value) for value in (1, "1.5", "some")),
-        *(("knots_at", value) for value in ("1,3", "0")),
+        *(("knots_at", value) for value in ("1,3", "0", ",", "0,,3")),
         *(("knots_cosine", value) for value in (0, 1)),
     ],
 )
@@ -278,6 +302,29 @@ def test_the_published_groups_are_a_set_of_knots_in_every_bit(load_loop, setting
     published = JaggConfig(schedule=schedule, **settings)
     knots = knots_of(15, plan_groups(15, published))
     assert torch.equal(loop.run(published)[0][0], loop.run(JaggConfig(knots_at=knots, schedule=schedule))[0][0])
+
+
+def test_a_step_count_that_comes_down_to_the_knots_is_probed_without_any_other_set(load_loop, tmp_path):
+    log, module, model = tmp_path / "log.jsonl", load_loop(FLUX), models.Plain()
+    install(vars(module), config=JaggConfig(knots=3, probe_every=1, log=str(log)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for sampling_steps in (16, 4):
+        module.train_one_step(module.make_args(sampling_steps=sampling_steps), model, optimizer)
+    many, few = [json.loads(line)["probe"] for line in log.read_text().splitlines()]
+    assert [len(row["knots"]) for row in many][:3] == [3, 2, 4]
+    assert few is None or [row["knots"] for row in few][:1] == [[0, 1, 2]]
+
+
+def test_an_update_with_gaps_that_are_too_short_leaves_skipping_on(load_loop):
+    """Fifteen steps with four knots, three with three, fifteen again."""
+    module, model = load_loop(FLUX), models.Plain()
+    handle = install(vars(module), config=JaggConfig(knots=4, skip_forwards=True, schedule="joint", self_check=False))
+    optimizer, skipped = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for sampling_steps in (16, 4, 16):
+        before = handle.stats.skipped_forwards
+        module.train_one_step(module.make_args(sampling_steps=sampling_steps), model, optimizer)
+        skipped.append(handle.stats.skipped_forwards - before)
+    assert skipped[0] > 0 and skipped[1] == 0 and skipped[2] > 0
 
 
 @pytest.mark.parametrize("n_knots", [15, 40])

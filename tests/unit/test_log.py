@@ -99,3 +99,13 @@ def test_without_a_path_only_wandb_gets_it_and_without_a_run_nobody(tmp_path, mo
         (plain, False),
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_gets_the_cosine_of_each_number_of_knots(monkeypatch):
+    rows = []
+    run = SimpleNamespace(define_metric=lambda *args, **kwargs: None, log=lambda values, commit: rows.append(values))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    plans = [((0, 10, 13, 14), None, 0.97), ((0, 13, 14), None, None), ((0, 3, 4, 7), 4, 0.9), ((0, 7, 13, 14), None, 0.8)]
+    probe = [{"knots": list(knots), "group_size": size, "cosine": cosine} for knots, size, cosine in plans]
+    Log("").write({"training_step": 3, "probe": probe})
+    assert rows == [{"jagg/training_step": 3, "jagg/cosine_knots4": 0.97, "jagg/cosine_W4": 0.9}]

@@ -214,6 +214,20 @@ def test_an_update_without_a_cosine_counts_for_nothing(tmp_path, report):
     assert "4 knots      unknown" in printed and "JAGG_KNOTS=5\n  measured 1 times only" in printed
 
 
+def test_places_that_were_named_are_recommended_by_name(tmp_path, report):
+    run = [with_knots(step, (FOUR, 0.99), knots_at=list(FOUR)) for step in range(3)]
+    assert f"recommended: JAGG_KNOTS_AT={','.join(map(str, FOUR))}\n" in report(log(tmp_path, *run))
+
+
+def test_a_picture_without_a_cosine_is_drawn_without_a_word(tmp_path, report, recwarn):
+    report(log(tmp_path, with_knots(1, (FOUR, None))), "--out", tmp_path / "out")
+    assert (tmp_path / "out/report.png").exists() and not [str(one.message) for one in recwarn if "legend" in str(one.message)]
+
+
+def test_a_record_that_somebody_has_changed_is_told(tmp_path, report):
+    assert "the log isn't one of JAGG" in report(log(tmp_path, record(1) | {"probe": {"a": 1}}), fails=True)
+
+
 def test_logs_with_groups_and_with_knots_are_not_put_together(tmp_path, report):
     groups = log(tmp_path, record(1, {4: [(15, 0.9)]}, visited=15), name="a")
     assert "of runs with groups and of runs with knots" in report(groups, log(tmp_path, *KNOT_RUN, name="b"), fails=True)

@@ -15,6 +15,7 @@ from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.evidence import replay
 from jagg_patch.evidence.kept_group import errors
 from jagg_patch.evidence.self_check import SelfCheck
+from jagg_patch.method.plan import groups_of
 
 FLUX = "train_grpo_flux"
 
@@ -82,6 +83,21 @@ def test_each_group_of_the_plan_is_checked_once_and_the_first_once_more(load_loo
     for _ in range(7):
         module.train_one_step(module.make_args(), model, optimizer)
     assert checked_at == [f"sample 0, visited step {n} (trajectory step {n})" for n in (0, 4, 8, 12, 0)]
+
+
+def test_knots_that_have_moved_are_checked_where_they_are_now(load_loop, monkeypatch, capsys):
+    checked, judge = set(), SelfCheck._judge
+    monkeypatch.setattr(
+        SelfCheck, "_judge", lambda self, **found: [checked.add(self._kept.group.plan), judge(self, **found)]
+    )
+    noisy = "loss = -(advantages[i] * ratio)", "loss = -(advantages[i] * ratio * (1 + 20 * (step < 6)))"
+    module, (model, optimizer) = load_loop(FLUX, *noisy), with_optimizer(models.Plain())
+    install(vars(module), config=JaggConfig(knots=6))
+    for _ in range(8):
+        module.train_one_step(module.make_args(), model, optimizer)
+    sets = re.findall(r"visited steps ([\d, ]+) from here on", capsys.readouterr().out)
+    assert len(sets) == 2
+    assert checked == {group for one in sets for group in groups_of(tuple(map(int, one.split(", "))))}
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])

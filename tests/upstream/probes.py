@@ -22,7 +22,7 @@ KEYS = {
         "forward_passes_saved",
         "rollout_seconds",
     ),
-    *("update_seconds", "probe_seconds", "self_check_seconds", "probe", "cuts", "knots"),
+    *("update_seconds", "probe_seconds", "self_check_seconds", "probe", "cuts", "knots", "knots_at"),
 }
 
 

@@ -99,23 +99,33 @@ def test_the_rule_s_error_is_near_the_best_set_s():
     assert max(ratios.values()) < 1.25 and len(ratios) == 6 * 9
 
 
-def parity_line(arm):
-    row = result("parity-results/groups")["arms"][arm]
+PARITY = [(name, arm) for name in ("groups", "knots") for arm in result(f"parity-results/{name}")["arms"]]
+
+
+def parity_line(name, arm):
+    arms = result(f"parity-results/{name}")["arms"]
+    row = arms[arm]
 
     def number(pair, digits):
         mean, error = pair
         return "not reached" if mean is None else f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
-    difference = "" if arm.startswith("baseline") else number(row["final_reward_minus_baseline"], 4)
+    difference = "" if arm == next(iter(arms)) else number(row["final_reward_minus_baseline"], 4)
     cells = [f"{row['forwards_per_sample']:g}", number(row["final_reward"], 4), difference]
     for unit, digits in (("training_steps", 1), ("forwards", 0), ("seconds", 1)):
         cells.append(number(row[f"{unit}_to_level"], digits))
     return f"| {arm} | {' | '.join(cells)} | {row['seeds_that_reach_the_level']} of 5 |"
 
 
-@pytest.mark.parametrize("arm", result("parity-results/groups")["arms"])
-def test_reward_parity(arm):
-    assert parity_line(arm) in page("upstream/parity-results/README.md")
+@pytest.mark.parametrize(("name", "arm"), PARITY)
+def test_reward_parity(name, arm):
+    assert parity_line(name, arm) in page("upstream/parity-results/README.md")
+
+
+@pytest.mark.parametrize(("n_knots", "errors"), [(6, 1.2), (5, 2.1), (4, 3.5)])
+def test_how_many_standard_errors_below_all_steps_exact(n_knots, errors):
+    difference, error = result("parity-results/knots")["arms"][f"15 steps, {n_knots} knots"]["final_reward_minus_baseline"]
+    assert round(-difference / error, 1) == errors
 
 
 BENCH = result("bench-results/bench")["rows"]
@@ -172,6 +182,7 @@ FILES = [
     "probe-results/probe",
     "knots-results/knots",
     "parity-results/groups",
+    "parity-results/knots",
     "demo-results/comparison",
     "flow-results/fast",
     "report-results/made_by",
@@ -190,4 +201,4 @@ if __name__ == "__main__":  # what the pages should say
     print("\n".join(probe_line(label, **wanted) for label, wanted in PROBE_LINES))
     print("\n".join(knot_lines()))
     print("\n".join(bench_line(case, part) for part in ("update", "training_step") for case in BENCH_CASES))
-    print("\n".join(parity_line(arm) for arm in result("parity-results/groups")["arms"]))
+    print("\n".join(parity_line(*which) for which in PARITY))

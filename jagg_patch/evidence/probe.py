@@ -14,12 +14,13 @@ import torch
 from ..engines import engine_of
 from ..errors import JaggError, no_probe
 from ..loop.watcher import Watcher
+from ..loop.weights import is_of
 from ..method.folding import fold, shares
 from ..method.plan import groups_of, knots_of, places, whole_groups
 from ..method.quality import added, agreement
 from ..ranks import gathered
 from .log import now
-from .replay import KeptForward, backward_as_trained, compare, is_of, nothing_changed, reach, why_no_replay
+from .replay import KeptForward, backward_as_trained, compare, nothing_changed, reach, why_no_replay
 
 OTHER_SIZES = (3, 4, 5, 6, 8)  # of groups: one of them is measured at each probe beside the run's own
 

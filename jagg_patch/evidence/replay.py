@@ -146,12 +146,6 @@ def is_low(output):
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
-def is_of(optimizer, model):
-    """Whether `optimizer` steps weights of `model`, and not another network's."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return not held.isdisjoint(engine_of(model).parameters())
-
-
 def reach(output, engine):
     """`leaves` of a graph; with all the model's weights, where some may be hidden in it."""
     hidden = engine.parameters() if any(map(hides_weights, graph_nodes([output]))) else ()

@@ -17,11 +17,11 @@ from ..engines import engine_of
 from ..errors import JaggError
 from ..loop.between import compares
 from ..loop.watcher import Watcher
-from ..loop.weights import new_group
+from ..loop.weights import is_of, new_group
 from ..ranks import gathered
 from .kept_group import CannotCheck, KeptGroup, rounding
 from .log import now
-from .replay import is_of, nothing_changed, why_no_replay
+from .replay import nothing_changed, why_no_replay
 
 
 class SelfCheck(Watcher):

@@ -11,7 +11,7 @@ from ..ranks import gathered
 from .knots import Joint, Sequential
 from .memory import free_bytes, graph_bytes, in_gb, joint_excess
 from .watcher import Watcher
-from .weights import hides_weights
+from .weights import hides_weights, is_of
 
 MEASURED_UPDATES = 2  # the optimizer allocates its state in the first
 
@@ -24,10 +24,13 @@ class Schedule(Watcher):
         self._say = say
         self._n_updates = self._graph_bytes = 0
         self._is_new = False  # a group has ended since the last optimizer step; one that steps twice counts once
+        self._model = None  # of the last group
+        self._has_own = self._others_step = False  # an optimizer of its weights has stepped; another has, in this update
         self._joint_is_possible = False  # as far as the first endpoint's graph tells
 
     def way(self, engine):
         """How the knots of the next group run their backward passes. All ranks get here after equally many groups and updates."""
+        self._model = engine.model
         if engine.looks_for_unused_parameters:
             self._rule_out_joint("DDP looks for unused parameters", "unset find_unused_parameters")
         self._decide(engine)
@@ -50,6 +53,19 @@ class Schedule(Watcher):
         self._is_new = True
 
     def optimizer_steps(self, session, optimizer):
+        """Another network's may step on one rank alone, and isn't counted."""
+        if self._model is None or not is_of(optimizer, self._model):
+            self._others_step = True
+            return
+        self._has_own = True
+        self._count()
+
+    def update_ends(self, session):
+        if self._others_step and not self._has_own:
+            self._count()  # that of copies of the weights, or of parts (DeepSpeed): at least once
+        self._others_step = False
+
+    def _count(self):
         self._n_updates += self._is_new
         self._is_new = False
 

@@ -6,6 +6,7 @@ only, would get another share of it than theirs.
 
 import torch
 
+from ..engines import engine_of
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
 from .watcher import Watcher
@@ -113,6 +114,12 @@ def weights_reached(output):
     edges = [(output.grad_fn, output.output_nr), *(edge for node in nodes for edge in node.next_functions)]
     parts = {(weight, part) for node, part in edges for weight in entrances.get(node, ())}
     return frozenset(parts | {(id(node.variable), None) for node in nodes if is_weight(node)})
+
+
+def is_of(optimizer, model):
+    """Whether `optimizer` steps weights of `model`, and not another network's, nor copies."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return not held.isdisjoint(engine_of(model).parameters())
 
 
 def same_tensors(some, others):

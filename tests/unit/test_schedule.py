@@ -21,11 +21,12 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 
 
-def update(schedule, n_groups):
-    """So many groups end, then an optimizer steps."""
+def update(schedule, n_groups, model):
+    """So many groups end, then an optimizer of the model's weights steps."""
     for _ in range(n_groups):
+        schedule.way(engine_of(model))
         schedule.group_ends(None, None)
-    schedule.optimizer_steps(None, None)
+    schedule.optimizer_steps(None, torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @pytest.mark.parametrize(("spare", "name"), [(-1, "sequential"), (0, "joint"), (1, "joint")])
@@ -38,10 +39,10 @@ def test_auto_decides_once_after_two_updates_with_groups(model, monkeypatch, spa
     needed = 4 * (3 * 16 + 3 * 8) + 4 * sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(schedule, "free_bytes", lambda: needed + spare)
     for n_groups in (0, 1, 0, 0, 0):  # an update before there are groups, and an optimizer that steps four times in one
-        update(auto, n_groups)
+        update(auto, n_groups, model)
         assert isinstance(auto.way(engine_of(model)), Sequential)
         assert (auto.name, said) == ("auto", [])
-    update(auto, 2)
+    update(auto, 2, model)
     assert isinstance(auto.way(engine_of(model)), WAYS[name]) and auto.name == name
     assert said == [
         f"JAGG: schedule {name} from here on: joint needs {needed / 1e9:.3g} GB more than unpatched, "
@@ -50,6 +51,23 @@ def test_auto_decides_once_after_two_updates_with_groups(model, monkeypatch, spa
     monkeypatch.setattr(schedule, "free_bytes", lambda: needed - spare - 1)
     assert isinstance(auto.way(engine_of(model)), WAYS[name])
     assert auto.name == name and len(said) == 1
+
+
+@pytest.mark.parametrize("has_own", [True, False], ids=["another network's too", "of copies alone"])
+def test_another_network_s_optimizer_is_not_counted_and_one_of_copies_once_an_update(model, monkeypatch, has_own):
+    """It steps after every group, as a critic may on one rank alone: the ranks would decide at different groups."""
+    auto = Schedule("auto")
+    monkeypatch.setattr(schedule, "free_bytes", lambda: 10**9)
+    other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.0)
+    for _ in range(2):
+        for _ in range(3):
+            assert isinstance(auto.way(engine_of(model)), Sequential)
+            auto.group_ends(None, None)
+            auto.optimizer_steps(None, other)
+        if has_own:
+            update(auto, 1, model)
+        auto.update_ends(None)
+    assert isinstance(auto.way(engine_of(model)), Joint)
 
 
 @pytest.mark.parametrize("register", [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
@@ -65,7 +83,7 @@ def test_auto_stays_sequential_on_all_ranks_where_one_has_hooks(model, monkeypat
     monkeypatch.setattr(schedule, "gathered", lambda mine: [mine if n == rank else other for n, other in enumerate(others)])
     for _ in range(3):
         assert isinstance(auto.way(engine_of(model)), Sequential)
-        update(auto, 1)
+        update(auto, 1, model)
     assert said == ["JAGG: schedule sequential from here on: a hook on a parameter's gradient would get both passes' at once"]
 
 
@@ -77,7 +95,7 @@ def test_a_chosen_schedule_stays_and_measures_nothing(model, monkeypatch, name):
     for _ in range(4):
         with chosen.measuring(model):
             pass
-        update(chosen, 1)
+        update(chosen, 1, model)
         assert isinstance(chosen.way(engine_of(model)), WAYS[name])
         assert chosen.name == name
 
@@ -90,7 +108,7 @@ def test_the_largest_graph_counts(model, monkeypatch):
     for size in (1, 5, 2):
         with auto.measuring(model):
             model(torch.ones(size, 8))
-        update(auto, 1)
+        update(auto, 1, model)
     auto.way(engine_of(model))
     assert needed == [4 * 5 * (8 + 16)]
 

@@ -15,6 +15,7 @@ from .evidence.probe import GroupProbe, KnotProbe
 from .evidence.routing import Routing
 from .evidence.self_check import SelfCheck
 from .evidence.stats import Recorder, Stats
+from .loop.recording import Recording
 from .loop.schedule import Schedule
 from .loop.session import Session
 from .loop.skipping import Skipping
@@ -163,7 +164,8 @@ def make_session(config, stats=None, say=lambda line: None, write=lambda record:
     # In this order: who changes an update's plan, what counts, who reads the counts, what measures, who writes that down, who
     # changes the next plan by it.
     watchers = [LastBatch(say), stats, FirstUpdate(stats, say), check, probe, recorder, planner]
-    return Session(config, planner, Schedule(config.schedule, say), Skipping(config, say), watchers)
+    recording = Recording(config.offload_records)
+    return Session(config, planner, Schedule(config.schedule, say), Skipping(config, recording, say), recording, watchers)
 
 
 def require_placement(trainer, config, args):

@@ -34,15 +34,16 @@ AT_ONCE = AtOnce()
 class Session:
     """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
 
-    order: the plan, and how far it is. group: what is open, or None. schedule, skipping: what decides how a group runs.
+    order: the plan, and how far it is. group: what is open, or None. schedule, skipping: what decides how a group runs. recording: what the rollout gave.
     weights, beside: what a group's graphs reach, and its losses beside them.
-    watchers: whoever is told of what happens, in that order, after the guards and the two that decide.
+    watchers: whoever is told of what happens, in that order, after the guards and those that decide.
     """
 
-    def __init__(self, config, planner, schedule, skipping, watchers=()):
-        self.config, self.schedule, self.skipping = config, schedule, skipping
+    def __init__(self, config, planner, schedule, skipping, recording, watchers=()):
+        self.config, self.schedule, self.skipping, self.recording = config, schedule, skipping, recording
         self.order, self.weights, self.beside = Order(planner), SameWeights(config.self_check), Beside()
-        self._watchers = [Guards(), self.weights, self.beside, Untouched(), skipping, schedule, *watchers]
+        deciding = Guards(), self.weights, self.beside, Untouched(), recording, skipping, schedule
+        self._watchers = [*deciding, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
@@ -102,13 +103,13 @@ class Session:
     def rollout(self):
         """Around the rollout of a batch, in which solver steps are recorded if that is asked for."""
         self.rollout_begins()
-        with self.skipping.recording():
+        with self.recording.batch():
             yield
 
     @contextmanager
     def evaluation(self):
         """Around an evaluation, whose rollouts aren't trained on."""
-        with self.skipping.paused():
+        with self.recording.paused():
             yield
         self.tell("evaluation_ends")
 

@@ -3,8 +3,6 @@
 That is checked, and agreed by all ranks, since one rank that ran its forwards alone would deadlock.
 """
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
@@ -12,47 +10,20 @@ from ..method.plan import least_forwards
 from ..method.quality import SAME
 from ..ranks import gathered
 from .memory import in_gb
-from .records import Records
 from .watcher import Watcher
 
 
 class Skipping(Watcher):
-    """The rollout's records, and whether they can stand for forwards. `say` is called on every rank."""
+    """Whether the rollout's records, in `recording`, can stand for forwards. `say` is called on every rank."""
 
-    def __init__(self, config, say=lambda line: None):
+    def __init__(self, config, recording, say=lambda line: None):
         self.is_on = config.enabled and config.skip_forwards and config.frac != 0 and config.group_size > 2
-        self.records = Records(config.offload_records)
+        self._recording, self.records = recording, recording.records
+        recording.users.append(self)
         self._compared = set()  # groups of which one sample has run all forwards, to compare
         self._say = say
         self._has_stated_memory = self._has_begun = False
-        self.is_recording = self._is_paused = False
-        self.policy_has_moved = False  # since the rollout
         self._doubt = None  # why not
-
-    @contextmanager
-    def recording(self):
-        """Around the rollout of a batch."""
-        if not self.is_on or self._is_paused:
-            yield
-            return
-        self.records.begin_batch()
-        self.is_recording, self.policy_has_moved = True, False
-        try:
-            yield
-        except BaseException:
-            self.records.drop_batch()  # the trainer may begin again with the same noise
-            raise
-        finally:
-            self.is_recording = False
-
-    @contextmanager
-    def paused(self):
-        """Around rollouts that aren't trained on."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
 
     def update_begins(self, session, step):
         if not session.order.groups:
@@ -67,14 +38,9 @@ class Skipping(Watcher):
             where = "in the host's memory" if self.records.is_on_host else "on the device (in the host's: JAGG_OFFLOAD_RECORDS=1)"
             self._say(f"JAGG: the rollout's recorded outputs take {in_gb(self.records.n_bytes)} on a rank, {where}")
 
-    def optimizer_steps(self, session, optimizer):
-        self.policy_has_moved |= session.in_update  # before it, another model's optimizer steps
-
-    def update_ends(self, session):
-        self.records.clear()
-
-    def forget(self, session):
-        self.records.clear()
+    @property
+    def policy_has_moved(self):
+        return self._recording.policy_has_moved
 
     def must_compare(self, group):
         """Whether all forwards of this group, a range of positions, have to be compared before it skips any."""
@@ -119,7 +85,7 @@ class Skipping(Watcher):
             flags = torch.tensor([self._doubt is None, not self.policy_has_moved], dtype=torch.int32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MIN)
             agreed, unmoved = flags.tolist()
-            self.policy_has_moved = not unmoved  # on one rank, where that trains another model too
+            self._recording.policy_has_moved = not unmoved  # on one rank, where that trains another model too
             if agreed:
                 return True
             doubts = gathered(self._doubt)

@@ -97,7 +97,7 @@ class DanceGrpoTrainer:
 
             following = functools.partial(elements_from, arguments["i"])
             step = Step(arguments["i"], timesteps, arguments["transformer"], timesteps_at, following=following)
-            if not session.skipping.is_on:
+            if not session.recording.is_on:
                 return step
             latents = arguments["latents"]
 
@@ -113,10 +113,10 @@ class DanceGrpoTrainer:
             **wrap.solver_steps(namespace, contract.solvers, session, "latents"),
             "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order.sort),
         }
-        if session.skipping.is_on:
+        if session.recording.is_on:
             for function, parameters in contract.skipping.items():
                 require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
-            wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.skipping.recording)
+            wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.recording.batch)
         return wrapped
 
 

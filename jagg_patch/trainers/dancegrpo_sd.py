@@ -150,9 +150,9 @@ class StableDiffusionTrainer:
             copies = 2 if flags.config.sample.guidance_scale > 1 else 1
             sample = args[0] if args else kwargs["sample"]
             output = output[0] if isinstance(output, tuple) else output.sample
-            session.skipping.records.add(sample.chunk(copies)[0], output)
+            session.recording.records.add(sample.chunk(copies)[0], output)
 
-        hook = unet.register_forward_hook(record, with_kwargs=True) if session.skipping.is_recording else None
+        hook = unet.register_forward_hook(record, with_kwargs=True) if session.recording.is_recording else None
         try:
             yield
         finally:

@@ -91,13 +91,13 @@ class FlowGrpoTrainer:
         def read(arguments):
             timesteps, j = arguments["sample"]["timesteps"], arguments["j"]
             step = Step(j, timesteps[:, j], arguments["transformer"], lambda indices: timesteps[:, indices[0]])
-            if not session.skipping.is_on:
+            if not session.recording.is_on:
                 return step
             latents, next_latents = (arguments["sample"][name][:, j] for name in ("latents", "next_latents"))
             return step._replace(latents=latents, next_latents=next_latents, at=lambda indices, latents: {"j": indices[0]})
 
         around_rollout = [session.rollout]
-        if session.skipping.is_on:
+        if session.recording.is_on:
             # The rollout's solver step is that of its own module.
             require_parameters(namespace, contract.rollout, (), without="JAGG_SKIP_FORWARDS=0")
             pipeline = inspect.unwrap(namespace[contract.rollout]).__globals__

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.loop.recording import Recording
 from jagg_patch.loop.skipping import Skipping
 
 FEW_TIMESTEPS = "torch.linspace(1, 0, args.sampling_steps + 1)", "torch.linspace(0.004, 0, args.sampling_steps + 1)"
@@ -142,7 +143,7 @@ def test_a_nan_loss_between_two_knots_stays_out_where_only_those_count(trains, s
 @pytest.mark.parametrize(("output", "said"), [(float("nan"), "a model output isn't finite"), (2.0, "differ by 50%")])
 def test_a_model_output_that_is_no_number_is_called_that(output, said):
     lines = []
-    skipping = Skipping(JaggConfig(skip_forwards=True), lines.append)
+    skipping = Skipping(JaggConfig(skip_forwards=True), Recording(), lines.append)
     skipping.compare(torch.ones(1, 2), torch.full([1, 2], output))
     assert not skipping.is_agreed("cpu")
     (line,) = lines

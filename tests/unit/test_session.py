@@ -8,6 +8,7 @@ from jagg_patch import JaggConfig, JaggError, alphas, install, plan_groups
 from jagg_patch.evidence.routing import Routing
 from jagg_patch.evidence.stats import Stats
 from jagg_patch.loop.knots import Knot
+from jagg_patch.loop.recording import Recording
 from jagg_patch.loop.schedule import Schedule
 from jagg_patch.loop.session import Session
 from jagg_patch.loop.skipping import Skipping
@@ -27,7 +28,8 @@ def train(module):
 
 
 def session_on(module, config, *watchers):
-    session = Session(config, Routing(config), Schedule(config.schedule), Skipping(config), watchers)
+    recording = Recording()
+    session = Session(config, Routing(config), Schedule(config.schedule), Skipping(config, recording), recording, watchers)
     vars(module).update(TRAINERS[FLUX].wrappers(vars(module), session))
     return session
 

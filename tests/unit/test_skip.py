@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from jagg_patch import JaggConfig, JaggError, install, plan_groups
 from jagg_patch.engines import ddp
 from jagg_patch.loop.between import StandIn
+from jagg_patch.loop.recording import Recording
 from jagg_patch.loop.records import Records
 from jagg_patch.loop.skipping import Skipping
 from jagg_patch.method.cost import forward_passes
@@ -627,8 +628,9 @@ def test_a_window_that_is_too_short_is_said_and_recorded_no_further(load_loop, r
 )
 def test_each_sample_of_a_batch_is_compared_until_the_policy_moves(factors, moved, agreed):
     said, outputs = [], torch.tensor([[30.0, 40.0], [0.3, 0.4]])
-    skipping = Skipping(JaggConfig(skip_forwards=True), said.append)
-    skipping.policy_has_moved = moved
+    recording = Recording()
+    skipping = Skipping(JaggConfig(skip_forwards=True), recording, said.append)
+    recording.policy_has_moved = moved
     skipping.compare(outputs * torch.tensor(factors)[:, None], outputs)
     assert skipping.is_agreed("cpu") == skipping.is_on == (not said) == agreed
 

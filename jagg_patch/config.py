@@ -147,6 +147,12 @@ class JaggConfig:
     offload_records: bool = _setting(
         False, _switch, (lambda value: None, "0 or 1"), "1 keeps the rollout's recorded outputs in the host's memory"
     )
+    retain: bool = _setting(
+        False,
+        _switch,
+        (lambda value: None, "0 or 1"),
+        "1 has the rollout keep its graphs for the update, which then runs no forward before its first optimizer step",
+    )
     probe_every: int = _setting(
         0,
         _whole,

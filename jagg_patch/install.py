@@ -16,6 +16,7 @@ from .evidence.routing import Routing
 from .evidence.self_check import SelfCheck
 from .evidence.stats import Recorder, Stats
 from .loop.recording import Recording
+from .loop.retaining import Retaining
 from .loop.schedule import Schedule
 from .loop.session import Session
 from .loop.skipping import Skipping
@@ -165,7 +166,8 @@ def make_session(config, stats=None, say=lambda line: None, write=lambda record:
     # changes the next plan by it.
     watchers = [LastBatch(say), stats, FirstUpdate(stats, say), check, probe, recorder, planner]
     recording = Recording(config.offload_records)
-    return Session(config, planner, Schedule(config.schedule, say), Skipping(config, recording, say), recording, watchers)
+    skipping, retaining = Skipping(config, recording, say), Retaining(config, recording, say)
+    return Session(config, planner, Schedule(config.schedule, say), recording, skipping, retaining, watchers)
 
 
 def require_placement(trainer, config, args):

@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 import torch.distributed as dist
 
 
@@ -12,6 +13,15 @@ def gathered(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def least(numbers, device):
+    """Of each of these whole numbers the least on any rank, the same list everywhere."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return [int(number) for number in numbers]
+    found = torch.tensor([int(number) for number in numbers], dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return found.tolist()
 
 
 def is_first_rank():

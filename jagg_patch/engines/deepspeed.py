@@ -16,6 +16,8 @@ class DeepSpeed(Engine):
         super().__init__(model)
         self._engine = engine
 
+    no_retaining = "DeepSpeed's hooks count on each backward coming right after its own forward"
+
     @classmethod
     def find(cls, model):
         """Raises `JaggError` if there must be one and it isn't in `model`."""

@@ -58,6 +58,12 @@ class Engine:
         """Whether the backward of a forward that begins now reduces gradients; True where the forward doesn't matter."""
         return True
 
+    # Why graphs of a rollout can't wait here for the update, or None.
+    no_retaining = None
+
+    def arm(self):
+        """Before a backward pass through a graph that isn't the last forward's."""
+
     def leaves_whole_gradients(self):
         """Whether a backward pass that ends now leaves in `.grad` what the optimizer would be given."""
         return self.syncs_gradients()

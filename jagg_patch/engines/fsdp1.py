@@ -1,7 +1,7 @@
 """FullyShardedDataParallel. It frees a block's gathered weights when the block's gradient has come."""
 
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy, _runtime_utils
 
 from .engine import Engine
 
@@ -10,6 +10,7 @@ GATHERED_IN_BACKWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHA
 
 class Fsdp1(Engine):
     has_views_in_attributes = True
+    _register = staticmethod(getattr(_runtime_utils, "_register_post_backward_hook", None))
 
     def __init__(self, model, units):
         super().__init__(model)
@@ -19,6 +20,19 @@ class Fsdp1(Engine):
     def find(cls, model):
         units = FSDP.fsdp_modules(model)
         return cls(model, units) if units else None
+
+    @property
+    def no_retaining(self):
+        if self._register is None or not all(hasattr(unit._handle, "_needs_pre_backward_unshard") for unit in self._units):
+            return "this version of torch arms FSDP for a backward by other names"
+        return None
+
+    def arm(self):
+        """It arms its hooks in a forward, once for all graphs, and disarms them after a backward."""
+        for unit in self._units:
+            unit._handle._needs_pre_backward_unshard = True
+            if not hasattr(unit._handle.flat_param, "_post_backward_hook_state"):
+                self._register(unit, unit._handle)
 
     def is_own(self, leaf):
         return any(leaf is unit._handle.flat_param for unit in self._units)

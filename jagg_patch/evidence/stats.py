@@ -17,6 +17,7 @@ class Stats(Watcher):
     groups: int = 0
     knots: int = 0  # of groups
     skipped_forwards: int = 0
+    retained_forwards: int = 0
 
     def step_ends(self, session, visit, result):
         if visit.place.is_exact:
@@ -32,6 +33,9 @@ class Stats(Watcher):
 
     def forwards_skipped(self, session, n):
         self.skipped_forwards += n
+
+    def forwards_retained(self, session, n):
+        self.retained_forwards += n
 
     def update_ends(self, session):
         self.training_steps += 1

@@ -85,8 +85,7 @@ class Beside(Watcher):
             self._begun = next_number()
 
     def _end(self, session, visit):
-        # Two steps are exact, if each graph is whole.
-        if visit.place.is_knot and not visit.place.is_exact and not session.group.is_exact:
+        if visit.place.is_knot and not visit.place.is_exact and not session.has_whole_graphs:
             self._spans.append((self._begun, next_number()))
             self._where = session.group.where
 

@@ -106,14 +106,7 @@ class LookAhead(_Recorded):
         if not self._skips(visit.place.position):
             return visit.forward()
         session.tell("forwards_skipped", 1)
-        stand_in = self._group.stand_in
-        result = visit.forward(model=stand_in)
-        if not stand_in.is_called:
-            raise JaggError(
-                f"{self._group.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
-                "its forwards can't be skipped: run with JAGG_SKIP_FORWARDS=0, and report this upstream version"
-            )
-        return result
+        return self._group.stand_in.run(visit, "JAGG_SKIP_FORWARDS=0")
 
     def output(self, session, visit, output):
         place = visit.place
@@ -167,15 +160,40 @@ class EndpointsFirst(LookAhead):
     keeps_graph = True
 
 
+class Retained(Forwards):
+    """A whole sample's, by the rollout's: with its graph at a knot, which `outputs` has by position, else as recorded.
+
+    `entries` are those of its steps in the `records`. The policy is the rollout's.
+    """
+
+    def __init__(self, stand_in, records, entries, outputs):
+        self._stand_in, self._records, self._entries, self._outputs = stand_in, records, entries, outputs
+
+    def is_at(self, visit):
+        return self._records.are_at(self._entries[visit.place.position], visit.step.latents)
+
+    def run(self, session, visit):
+        session.tell("forwards_retained", 1)
+        return self._stand_in.run(visit, "JAGG_RETAIN=0")
+
+    def output(self, session, visit, output):
+        position = visit.place.position
+        if position in self._outputs:
+            return self._outputs.pop(position)  # a knot lets go of it when its pass begins
+        return self._records.outputs(self._entries[position]).to(output.device)
+
+
 def outputs_between(session, visit, group, gap):
     """How the steps from the knot that `visit` is at to the next, the last of `gap`, get their outputs."""
+    if session.retaining.sample is not None:
+        return session.retaining.sample
     kind = _kind(session, group, gap)
-    return kind() if kind is Forwards else kind(group, gap, session.skipping, _entries(session, visit, gap))
+    return kind() if kind is Forwards else kind(group, gap, session.skipping, entries_of(session, visit, gap))
 
 
 def compares(session, group):
     """Whether some of the `group`'s forwards run to be compared that are to be skipped later."""
-    return any(_kind(session, group, gap) is Compared for gap in group.plan.gaps)
+    return session.retaining.sample is None and any(_kind(session, group, gap) is Compared for gap in group.plan.gaps)
 
 
 def _kind(session, group, gap):
@@ -186,15 +204,15 @@ def _kind(session, group, gap):
     kind = EndpointsFirst if group.way.holds_two_graphs and are_together(gap, group.ready) and is_free else LookAhead
     if not skipping.is_on or len(gap) <= kind.n_forwards:
         return Forwards
-    return Compared if skipping.must_compare(gap) else kind
+    return Compared if skipping.must_compare(gap) and not session.retaining.has_compared else kind
 
 
-def _entries(session, visit, gap):
-    """Where the rollout's records have the gap's steps: of each, the `Entry` of every row of the batch, or None."""
+def entries_of(session, visit, positions):
+    """Where the rollout's records have the sample's steps: of each, the `Entry` of every row of the batch, or None."""
     step, n_samples = visit.step, len(visit.indices)
-    first = session.skipping.records.find(step.latents, step.next_latents, visit.sample)
+    first = session.recording.records.find(step.latents, step.next_latents, visit.sample)
     found = []
-    for position in gap:
+    for position in positions:
         expected = session.order.expected(n_samples, position)
         moves = [index - start for index, start in zip(expected, visit.indices, strict=True)]
         rows = moves * (len(step.latents) // len(moves))  # one index may be that of the whole batch
@@ -225,6 +243,16 @@ class StandIn:
     def __call__(self, *args, **kwargs):
         self.is_called = True
         return tree_map(_cloned, self._output)
+
+    def run(self, visit, without):
+        """The training forward of `visit` with this in the model's place; the message recommends to run `without` that."""
+        result = visit.forward(model=self)
+        if not self.is_called:
+            raise JaggError(
+                f"{visit.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
+                f"its forwards can't be left out: run with {without}, and report this upstream version"
+            )
+        return result
 
     def __getattr__(self, name):
         return getattr(self._model, name)

@@ -183,7 +183,7 @@ class Guards(Watcher):
         if visit.place.is_first:
             # Its forward recorded everything, so a tensor without a graph doesn't depend on the weights (the noise level, say).
             self._constants = [not tensor.requires_grad for tensor in tensors]
-            if not session.group.is_exact and lead_to_weights(graph_nodes(tensors)):
+            if not session.has_whole_graphs and lead_to_weights(graph_nodes(tensors)):
                 raise JaggError(
                     f"{visit.where}: the training forward returned what depends on weights by another way than the model's "
                     "output\n"

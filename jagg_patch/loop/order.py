@@ -1,18 +1,19 @@
 """Which steps of which samples an update visits, in which order, and how far it is."""
 
 from ..errors import JaggError
-from ..method.plan import Place, places
+from ..method.plan import Place, places, with_exact_groups
 from .step import Visit
 
 
 class Order:
     """The plan of an update and the order of each sample's steps.
 
-    `planner` is a `Routing`: `groups(n_steps)` are the groups that are routed, and `is_auto` says that these may change.
+    `planner` is a `Routing`: `groups(n_steps)` are the groups that are routed, and `is_auto` says that these may change. While
+    `retaining` is on, the other steps are in groups too.
     """
 
-    def __init__(self, planner):
-        self.planner = planner
+    def __init__(self, planner, retaining):
+        self.planner, self._retaining = planner, retaining
         self.forget()
 
     def forget(self):
@@ -30,8 +31,12 @@ class Order:
         self.route(n_visited)
         self._orders = [] if shuffled else None
 
+    def groups_of(self, n_visited):
+        groups = self.planner.groups(n_visited)
+        return with_exact_groups(n_visited, groups) if self._retaining.is_on else groups
+
     def route(self, n_visited):
-        self.groups = self.planner.groups(n_visited)
+        self.groups = self.groups_of(n_visited)
         self.places = places(n_visited, self.groups)
 
     def group_nothing(self):
@@ -42,6 +47,11 @@ class Order:
     @property
     def n_visited(self):
         return len(self.places)
+
+    @property
+    def is_shuffled(self):
+        """Whether each sample has an order of its own."""
+        return self._orders is not None
 
     @property
     def routes(self):

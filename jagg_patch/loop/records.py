@@ -56,9 +56,21 @@ class Records:
         kept = [tensor for batch in self._batches for tensor in batch.latents + batch.outputs]
         return sum(tensor.nbytes for tensor in kept)
 
+    @property
+    def n_batches(self):
+        return len(self._batches)
+
+    @property
+    def n_samples(self):
+        return sum(len(batch.marks[0]) for batch in self._batches if batch.marks)
+
+    @property
+    def n_steps(self):
+        """Of the running batch so far."""
+        return len(self._batches[-1].marks)
+
     def begin_batch(self):
-        n_samples = sum(len(batch.marks[0]) for batch in self._batches if batch.marks)
-        self._batches.append(_Batch(n_samples))
+        self._batches.append(_Batch(self.n_samples))
         self._entries = None
 
     def drop_batch(self):

@@ -3,7 +3,7 @@
 `auto` is sequential until it has measured whether joint would fit into memory.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from ..errors import JaggError
 from ..method.proxy import graph_nodes
@@ -22,7 +22,7 @@ class Schedule(Watcher):
     def __init__(self, name, say=lambda line: None):
         self.name = name  # auto until it is decided
         self._say = say
-        self._n_updates = self._graph_bytes = 0
+        self._n_updates = self.graph_bytes = 0
         self._is_new = False  # a group has ended since the last optimizer step; one that steps twice counts once
         self._model = None  # of the last group
         self._has_own = self._others_step = False  # an optimizer of its weights has stepped; another has, in this update
@@ -41,7 +41,7 @@ class Schedule(Watcher):
         if self.name != "auto" or self._n_updates < MEASURED_UPDATES:
             return
         # Hooks may be on one rank alone.
-        everyone = gathered((free_bytes(), joint_excess(engine.model, self._graph_bytes), engine.has_hooks))
+        everyone = gathered((free_bytes(), joint_excess(engine.model, self.graph_bytes), engine.has_hooks))
         if any(has_hooks for *_, has_hooks in everyone):
             self.settle("sequential", "a hook on a parameter's gradient would get both passes' at once")
             return
@@ -70,17 +70,15 @@ class Schedule(Watcher):
         self._is_new = False
 
     def around_forward(self, session, visit):
-        return self.measuring(visit.step.model)
+        is_needed = self.name == "auto" or session.retaining.is_watching
+        return self.measuring(visit.step.model) if is_needed else nullcontext()
 
     @contextmanager
     def measuring(self, model):
         """Around the forward of a first endpoint."""
-        if self.name != "auto":
-            yield
-            return
         with graph_bytes(model) as found:
             yield
-        self._graph_bytes = max(self._graph_bytes, found[0])
+        self.graph_bytes = max(self.graph_bytes, found[0])
 
     def model_output(self, session, visit, output):
         if visit.place.is_first and self.name != "sequential" and not self._joint_is_possible:

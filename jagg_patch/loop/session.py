@@ -2,7 +2,7 @@
 
 It knows nothing of upstream's names; `trainers/` calls it from the wrapped functions, in this order:
 
-    training_step( plan, order.sort × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
+    training_step( plan, sort × trajectories, ( run_step( solver_input ), the trainer's backward ) × steps )
 
 A trainer whose loop can't be told from the rest of its `main` has all of it inside one `training_step`, plans once, and says with
 `rollout_begins` where one training step ends and the next begins; one that visits the steps in trajectory order by itself draws
@@ -34,15 +34,17 @@ AT_ONCE = AtOnce()
 class Session:
     """Ties the plan and the knots' backward passes to the step calls of a training loop, one rollout's update at a time.
 
-    order: the plan, and how far it is. group: what is open, or None. schedule, skipping: what decides how a group runs. recording: what the rollout gave.
+    order: the plan, and how far it is. group: what is open, or None. schedule, skipping, retaining: what decides how a group
+    runs. recording: what the rollout gave.
     weights, beside: what a group's graphs reach, and its losses beside them.
     watchers: whoever is told of what happens, in that order, after the guards and those that decide.
     """
 
-    def __init__(self, config, planner, schedule, skipping, recording, watchers=()):
-        self.config, self.schedule, self.skipping, self.recording = config, schedule, skipping, recording
-        self.order, self.weights, self.beside = Order(planner), SameWeights(config.self_check), Beside()
-        deciding = Guards(), self.weights, self.beside, Untouched(), recording, skipping, schedule
+    def __init__(self, config, planner, schedule, recording, skipping, retaining, watchers=()):
+        self.config, self.schedule = config, schedule
+        self.recording, self.skipping, self.retaining = recording, skipping, retaining
+        self.order, self.weights, self.beside = Order(planner, retaining), SameWeights(config.self_check), Beside()
+        deciding = Guards(), self.weights, self.beside, Untouched(), recording, skipping, retaining, schedule
         self._watchers = [*deciding, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
@@ -103,8 +105,26 @@ class Session:
     def rollout(self):
         """Around the rollout of a batch, in which solver steps are recorded if that is asked for."""
         self.rollout_begins()
-        with self.recording.batch():
+        with self.sampling():
             yield
+
+    @contextmanager
+    def sampling(self):
+        """Around what samples one batch of a rollout."""
+        with self.recording.batch(), self.retaining.batch(self):
+            yield
+
+    def sampled(self, latents, model_output):
+        """A solver step of the rollout, with what the model was given and what it gave; returns what that step is to get."""
+        if not self.recording.is_recording:
+            return model_output
+        output = self.retaining.solver_input(model_output)
+        self.recording.records.add(latents, output)
+        return output
+
+    def sort(self, permutation):
+        """The order of a sample's steps, `[T]`, in place of the trainer's."""
+        return self.order.sort(self.retaining.ordered(permutation))
 
     @contextmanager
     def evaluation(self):
@@ -152,6 +172,11 @@ class Session:
             torch.clear_autocast_cache()
 
     # -- steps
+
+    @property
+    def has_whole_graphs(self):
+        """Whether each training forward of the open group leaves all of its graph, beside the model's output as well."""
+        return self.group.is_exact and not self.retaining.is_on
 
     @property
     def trains(self):
@@ -204,7 +229,7 @@ class Session:
             self.group = OpenGroup(visit.where, engine, plan, scheduled, self.config.aggregation, way)
         except JaggError as error:
             raise JaggError(f"{visit.where}: {error}") from None
-        if self.skipping.is_on:
+        if self.recording.is_on:
             self.group.stand_in = StandIn(engine.model)
         self.group.outputs = outputs_between(self, visit, self.group, plan.gaps[0])
         self.tell("group_begins", visit)

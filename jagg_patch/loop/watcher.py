@@ -61,6 +61,9 @@ class Watcher:
     def forwards_skipped(self, session, n):
         """`n` forwards that the unpatched trainer runs weren't run; negative where one was run that it doesn't."""
 
+    def forwards_retained(self, session, n):
+        """`n` forwards weren't run that the rollout has run, with their graphs where those are needed."""
+
     def group_ends(self, session, group):
         """The backward passes of all its knots have run."""
 

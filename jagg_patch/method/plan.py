@@ -181,6 +181,29 @@ def groups_of(knots):
     return tuple(group for group in groups if len(group) > 1)
 
 
+def with_exact_groups(n_steps, groups):
+    """`groups`, and such of knots alone for the steps that they leave out; a step alone goes to its neighbours' group."""
+    found = [place.position for place in places(n_steps, groups) if place.is_exact]
+    runs = [Group(tuple(run)) for run in _runs(found)]
+    whole = []
+    for group in sorted((*groups, *runs), key=lambda group: group.start):
+        if whole and 1 in (len(group), len(whole[-1])):
+            group = Group(whole.pop().knots + group.knots)
+        whole.append(group)
+    return tuple(whole)
+
+
+def _runs(positions):
+    """Of consecutive ones."""
+    runs = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
+
+
 def passes(group, holds_two_graphs):
     """`{position: knots}`: in the backward of which step's loss the passes of which of the `group`'s knots run.
 

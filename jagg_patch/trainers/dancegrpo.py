@@ -111,12 +111,12 @@ class DanceGrpoTrainer:
             contract.rollout: wrapped_sample_reference_model,
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
             **wrap.solver_steps(namespace, contract.solvers, session, "latents"),
-            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.order.sort),
+            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.sort),
         }
         if session.recording.is_on:
             for function, parameters in contract.skipping.items():
                 require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
-            wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.recording.batch)
+            wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.sampling)
         return wrapped
 
 

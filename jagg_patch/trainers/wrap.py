@@ -41,8 +41,8 @@ def solver_step(function, session, latents):
     @functools.wraps(function)
     def wrapped_solver_step(*args, **kwargs):
         bound = bind(*args, **kwargs)
-        if session.recording.is_recording and bound.arguments.get("prev_sample") is None:
-            session.recording.records.add(bound.arguments[latents], bound.arguments["model_output"])
+        if bound.arguments.get("prev_sample") is None:
+            bound.arguments["model_output"] = session.sampled(bound.arguments.get(latents), bound.arguments["model_output"])
         with session.solver_input(bound.arguments["model_output"]) as model_output:
             bound.arguments["model_output"] = model_output
             return function(*bound.args, **bound.kwargs)

@@ -1,0 +1,225 @@
+"""Graphs of the rollout's forwards, kept for the update, which then runs none for those samples.
+
+Until the first optimizer step after a rollout the policy hasn't moved, and a training forward repeats one of the rollout's. So
+gradients are on in those forwards of the rollout whose steps will have a backward pass, and the update's losses go on from there.
+
+A run's first updates run their own forwards, and are watched: these must give what the rollout's gave, and their graphs are
+measured. From then on the samples that come before the first optimizer step are retained, as many of them as memory holds.
+"""
+
+import hashlib
+from contextlib import contextmanager
+
+import torch
+
+from ..method.plan import knots_of
+from ..method.proxy import graph_nodes
+from ..ranks import gathered, least
+from .between import Retained, entries_of
+from .memory import free_bytes, in_gb, joint_excess
+from .schedule import MEASURED_UPDATES
+from .skipping import why_other
+from .watcher import Watcher
+from .weights import hides_weights, is_of
+
+
+class Retaining(Watcher):
+    """`say` is called on every rank.
+
+    is_on: whether graphs are retained, or will be.
+    stand_in: for the model, in training forwards that aren't run.
+    sample: how the sample that is being visited gets its outputs; None where that isn't a retained one.
+    """
+
+    def __init__(self, config, recording, say=lambda line: None):
+        self.is_on = self.is_watching = config.enabled and config.retain
+        self._recording = recording
+        recording.users.append(self)
+        self._say = say
+        self._doubt = None  # why not
+        self._engine = self.stand_in = None  # the last group's
+        self._n_updates = 0  # optimizer steps so far
+        self.has_compared = False  # whether all of a rollout's outputs are the training forwards'
+        self._n_rows = self._plan = None  # of a training batch; its n_trajectory, n_visited and whether orders are drawn
+        self._n_first = None  # samples before the first optimizer step
+        self._n_retained = 0  # samples of each rollout
+        self.forget(None)
+
+    def forget(self, session):
+        self.sample = self._generator = None
+        self._orders, self._n_given = [], 0  # of the rollout's samples as they were drawn; how many of them the trainer has got
+        self._steps = ()  # of the running batch that are retained
+        self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
+        self._versions = None  # of the weights in the rollout
+        self._n_seen = 0  # samples, in this update
+        self._is_asking = False  # whether the ranks agree on each sample of this update
+
+    # -- in the rollout
+
+    @contextmanager
+    def batch(self, session):
+        """Around the rollout of a batch."""
+        records = self._recording.records
+        if not (self.is_on and self._recording.is_recording and records.n_samples < self._n_retained):
+            yield
+            return
+        self._steps, before = self._steps_of(session), torch.is_grad_enabled()
+        self._versions = self._versions_now()
+        hook = self._engine.model.register_forward_pre_hook(self._forward_begins, prepend=True)  # FSDP2's asks for the mode
+        try:
+            yield
+        finally:
+            hook.remove()
+            torch.set_grad_enabled(before)
+            self._steps = ()
+
+    def _steps_of(self, session):
+        """Which steps of the batch that begins will have a backward pass."""
+        n_trajectory, n_visited, shuffled = self._plan
+        order = range(n_visited)
+        if shuffled:
+            self._orders += [self._draw(n_trajectory) for _ in range(self._n_rows)]
+            if n_visited < n_trajectory:  # of one row: `_decide`
+                order = self._orders[-1][:n_visited].sort().values.tolist()
+        return {order[knot] for knot in knots_of(n_visited, session.order.groups_of(n_visited))}
+
+    def _draw(self, n_steps):
+        """An order of the steps, as the trainer will draw it, if the rollout draws nothing from the CPU's generator.
+
+        On a CPU it does: there it is another one, that shares no bits with the noise.
+        """
+        if self._generator is None:
+            self._generator, state = torch.Generator(), torch.get_rng_state()
+            if self._engine.parameters()[0].device.type == "cpu":
+                self._generator.manual_seed(int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:7], "big"))
+            else:
+                self._generator.set_state(state)
+        return torch.randperm(n_steps, generator=self._generator)
+
+    def _forward_begins(self, model, args):
+        if self._recording.records.n_steps in self._steps:
+            torch.clear_autocast_cache()  # of casts that were made without a graph
+            torch.set_grad_enabled(True)
+
+    def solver_input(self, output):
+        """What the rollout's solver step gets in place of the model's `output`, whose graph is kept if that is due."""
+        records = self._recording.records
+        if records.n_steps not in self._steps:
+            return output
+        torch.set_grad_enabled(False)
+        torch.clear_autocast_cache()
+        self._outputs[records.n_batches - 1, records.n_steps] = output
+        return output.detach().clone()  # which the trainer may change in place
+
+    def ordered(self, permutation):
+        """In place of the trainer's `permutation` of a sample's steps the one that its rollout went by."""
+        if self._n_given >= len(self._orders):
+            return permutation
+        self._n_given += 1
+        return self._orders[self._n_given - 1]
+
+    # -- in the update
+
+    def update_begins(self, session, step):
+        self._is_asking = self.is_on and bool(self._n_retained)
+
+    def step_begins(self, session, visit):
+        if not self.is_on or visit.place.position:
+            return
+        self.sample = self._find(session, visit) if self._is_asking else None
+        self._n_seen += len(visit.indices)
+        self._n_rows = len(visit.indices)
+
+    def _find(self, session, visit):
+        """The ranks go on together: one that ran its forwards alone would deadlock."""
+        order, outputs = session.order, {}
+        entries = entries_of(session, visit, range(order.n_visited))
+        is_unmoved = not self._recording.policy_has_moved and self._versions == self._versions_now()
+        if is_unmoved and None not in entries:
+            for position in knots_of(order.n_visited, order.groups):
+                outputs[position] = self._outputs.pop(batch_of(entries[position]), None)
+        has_all = bool(outputs) and None not in outputs.values()
+        self._is_asking, = least([has_all], visit.step.latents.device)
+        if not self._is_asking:
+            self._outputs.clear()
+            return None
+        return Retained(self.stand_in, self._recording.records, entries, outputs)
+
+    def step_returns(self, session, visit):
+        group = session.group
+        if self.sample is not None and group is not None and visit.place.position in group.ready:
+            group.engine.arm()
+
+    def optimizer_steps(self, session, optimizer):
+        if self.is_watching and session.in_update and is_of(optimizer, self._engine.model):
+            self._n_updates += 1
+            self._n_first = self._n_first or self._n_seen
+
+    def update_ends(self, session):
+        if self.is_watching and self._n_seen:
+            self._decide(session)
+        self.forget(session)
+
+    # -- watching
+
+    def group_begins(self, session, visit):
+        self._engine = session.group.engine
+        if self.is_watching:
+            self.stand_in = session.group.stand_in
+
+    def model_output(self, session, visit, output):
+        if self.is_watching and visit.place.is_knot and any(map(hides_weights, graph_nodes([output]))):
+            self._doubts("activations are checkpointed reentrantly: pass use_reentrant=False (CheckpointImpl.NO_REENTRANT)")
+
+    def proxy_given(self, session, visit, value):
+        if not self.is_watching or self._recording.policy_has_moved:
+            return
+        entries, = entries_of(session, visit, [visit.place.position])
+        self._doubts(why_other(entries and self._recording.records.outputs(entries), value.detach(), False))
+        if entries is not None and batch_of(entries) is None:
+            self._doubts("the update's batches aren't the rollout's")
+
+    def _doubts(self, why):
+        self._doubt = self._doubt or why
+
+    def _decide(self, session):
+        """Whether to retain, and how many samples, all ranks alike."""
+        order = session.order
+        self._plan = order.n_trajectory, order.n_visited, order.is_shuffled
+        if self._n_rows > 1 and order.is_shuffled and order.n_visited < order.n_trajectory:
+            self._doubts(f"{self._n_rows} samples are trained at a time, each at steps of its own")
+        if self.stand_in is None or not self.stand_in.is_ready:
+            self._doubts("the training forward doesn't call the model that it is given")
+        elif self.stand_in.has_reference:
+            self._doubts("the training forward calls the model for an output without a gradient too (a reference's?)")
+        self._doubts(self._engine.no_retaining)
+        n_knots = len(knots_of(order.n_visited, order.groups))
+        graph, free = session.schedule.graph_bytes, free_bytes()
+        if session.schedule.name == "auto":
+            free -= joint_excess(self._engine.model, graph)  # which it may take
+        mine = self._doubt, self._n_updates, self._n_first or self._n_seen, graph, free
+        doubts, updates, firsts, graphs, frees = zip(*gathered(mine), strict=True)
+        rank, doubt = next(((rank, doubt) for rank, doubt in enumerate(doubts) if doubt is not None), (None, None))
+        if doubt is not None:
+            self.is_on = self.is_watching = False
+            self._say(f"JAGG: no graphs are retained from here on: rank {rank}: {doubt}")
+        elif min(updates) >= MEASURED_UPDATES:
+            self.is_watching, self.has_compared = False, True
+            a_sample = max(graphs) * n_knots
+            held = max(min(frees) // max(a_sample, 1), 0)
+            self._n_retained = min(*firsts, held) // self._n_rows * self._n_rows
+            self._say(
+                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, of {min(firsts)} before "
+                f"the first optimizer step: {in_gb(a_sample)} each, {in_gb(min(frees))} are free on the fullest rank"
+            )
+            self.is_on = self._n_retained > 0
+
+    def _versions_now(self):
+        return [weight._version for weight in self._engine.parameters()]
+
+
+def batch_of(entries):
+    """The batch and the step of the records that have just these rows, in this order; None where none has."""
+    first = entries[0]
+    expected = [first._replace(row=row) for row in range(len(entries))]
+    return (first.batch, first.step) if entries == expected else None

@@ -15,6 +15,7 @@ class Fsdp1(Engine):
     def __init__(self, model, units):
         super().__init__(model)
         self._units = [unit for unit in units if unit._handle is not None]
+        self._views = {}  # by unit
 
     @classmethod
     def find(cls, model):
@@ -28,11 +29,20 @@ class Fsdp1(Engine):
         return None
 
     def arm(self):
-        """It arms its hooks in a forward, once for all graphs, and disarms them after a backward."""
+        """It arms its hooks in a forward, once for all graphs, and disarms them after a backward.
+
+        With the original parameters it lets go there of the last forward's views of them too, which recomputed blocks go through.
+        """
         for unit in self._units:
             unit._handle._needs_pre_backward_unshard = True
-            if not hasattr(unit._handle.flat_param, "_post_backward_hook_state"):
+            weights = unit._handle.flat_param
+            if not hasattr(weights, "_post_backward_hook_state"):
                 self._register(unit, unit._handle)
+            views = getattr(weights, "_tensors", None) or []
+            if None in views:
+                views[:] = self._views[unit]
+            else:
+                self._views[unit] = list(views)
 
     def is_own(self, leaf):
         return any(leaf is unit._handle.flat_param for unit in self._units)

@@ -148,7 +148,7 @@ class Retaining(Watcher):
     def step_returns(self, session, visit):
         group = session.group
         if self.sample is not None and group is not None and visit.place.position in group.ready:
-            group.engine.arm()
+            self._engine.arm()
 
     def optimizer_steps(self, session, optimizer):
         if self.is_watching and session.in_update and is_of(optimizer, self._engine.model):
@@ -163,7 +163,8 @@ class Retaining(Watcher):
     # -- watching
 
     def group_begins(self, session, visit):
-        self._engine = session.group.engine
+        if self._engine is None or self._engine.model is not session.group.engine.model:
+            self._engine = session.group.engine
         if self.is_watching:
             self.stand_in = session.group.stand_in
 

@@ -11,6 +11,7 @@ NO_REPLAY = "DeepSpeed keeps the gradients of the update where they can't be set
 class DeepSpeed(Engine):
     no_replay = NO_REPLAY
     leaves_gradients = False
+    runs_backward = True
 
     def __init__(self, model, engine):
         super().__init__(model)

@@ -18,6 +18,8 @@ class Engine:
     has_views_in_attributes = False
     # Whether the next backward writes its gradients into the memory of those before.
     reuses_gradients = False
+    # Whether the loop has it run the backward, after which it goes on with the gradients of its own model.
+    runs_backward = False
     # Whether gradients stay in `.grad` from a backward pass to the optimizer's step.
     leaves_gradients = True
     # The parameter that every backward pass has to reach, or None where none has to.

@@ -30,7 +30,7 @@ class SelfCheck(Watcher):
     def __init__(self, config, say=lambda line: None):
         self._config = config
         self._is_on = config.enabled and config.self_check
-        self._checked = WeakIdKeyDictionary()  # by a model's first weight: how often in `_way_of` groups; the same on every rank
+        self._checked = WeakIdKeyDictionary()  # by `first_weight`: how often in `_way_of` groups; the same on every rank
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
@@ -207,4 +207,6 @@ class SelfCheck(Watcher):
 
 
 def first_weight(model):
-    return next(iter(engine_of(model).parameters()))
+    """The first that is trained: models may share a frozen base."""
+    weights = engine_of(model).parameters()
+    return next((weight for weight in weights if weight.requires_grad), weights[0])

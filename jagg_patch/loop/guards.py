@@ -130,6 +130,11 @@ class Guards(Watcher):
                 f"{where}: it is another model's than the group's first, which would get its share of the gradient\n"
                 f"{OFF_AND_REPORT}"
             )
+        if not is_same and group.way.holds_two_graphs and group.engine.runs_backward:
+            raise JaggError(
+                f"{where}: it is another engine's than the group's first, whose backward would run in this one's, unknown to it\n"
+                "run with JAGG_SCHEDULE=sequential, or with JAGG_ENABLED=0"
+            )
         require_gradient(group, place.position - 1)
         syncs = group.engine.syncs_gradients()
         # A window may close at the last step, if the forward that prepares for it is yet to come.

@@ -13,6 +13,7 @@ puts a proxy in the place of each step's model output, and the backward of the s
 (knots.py).
 """
 
+import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -49,7 +50,7 @@ class Session:
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
         self.in_training_step = self.in_update = False
-        self.group = self._visit = None
+        self.group = self._visit = self._thread = None
 
     def tell(self, event, *args):
         """Call the method `event` of everyone who watches."""
@@ -203,7 +204,7 @@ class Session:
             self.tell("step_begins", visit)
             if visit.place.is_first:
                 self._open(visit)
-            self._visit = visit
+            self._visit, self._thread = visit, threading.get_ident()
             try:
                 result = forward() if visit.place.is_exact else self._run_grouped(visit)
             finally:
@@ -260,7 +261,9 @@ class Session:
     def solver_input(self, model_output):
         """What the solver step gets in place of the model output `[B, ...]`; outside a grouped step, the same tensor."""
         visit = self._visit
-        if self._captured is not None:
+        if threading.get_ident() != self._thread:  # an evaluation beside the training
+            yield model_output
+        elif self._captured is not None:
             self._captured.append(model_output.clone())  # the trainer may change its own in place
             yield model_output
         elif visit is None:

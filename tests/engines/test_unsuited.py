@@ -98,3 +98,14 @@ def test_deepspeed_s_own_bf16_adds_up_each_backward_once(ranks, schedule):
 def test_on_deepspeed_a_backward_that_is_not_the_engine_s_is_refused(ranks, schedule):
     for rank in ranks:
         assert "call the engine's: engine.backward(loss)" in rank["backward", schedule]
+
+
+@pytest.mark.parametrize("schedule", IN_BF16)
+def test_a_pair_across_two_deepspeed_engines_is_refused_in_one_backward(ranks, schedule):
+    """What the first one does after its own backward would come before this."""
+    for rank in ranks:
+        found = rank["engines", schedule]
+        if schedule == "sequential":
+            assert found is None
+        else:
+            assert "visited step 7" in found and "run with JAGG_SCHEDULE=sequential" in found

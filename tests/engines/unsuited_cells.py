@@ -75,6 +75,11 @@ WITH_AUX = {BACKWARD: "            (loss + 0.5 * model.module.aux).backward()\n"
 WITH_HELPER = {BACKWARD: f"{BACKWARD}            model.after_backward()\n"}
 WITH_HEAD = {BACKWARD: "            (loss + model.module.head(latents[i : i + 1, step]).square().mean()).backward()\n"}
 IN_ZERO = {BACKWARD: "            model.backward(loss)\n            model.step()\n", STEP: "            pass\n"}
+OF_TWO_ENGINES = {
+    "                model,\n": "                model if int(step) < 7 else args.other,\n",
+    BACKWARD: "            (model if int(step) < 7 else args.other).backward(loss)\n",
+    STEP: "            pass\n",
+}
 WITH_OWN_BACKWARD = IN_ZERO | {BACKWARD: f"{BACKWARD}            model.step()\n"}
 WITH_AUX_IN_ZERO = IN_ZERO | {BACKWARD: IN_ZERO[BACKWARD].replace("loss", "loss + 0.5 * model.module.aux")}
 
@@ -146,6 +151,20 @@ def run_auxiliary(engine, model, schedule, out, changes=None):
     handle = install(vars(module), config=JaggConfig(frac=0.8, schedule=schedule))
     try:
         module.train_one_step(module.make_args(), model, optimizer)
+    except JaggError as error:
+        return str(error)
+    finally:
+        handle.uninstall()
+
+
+def run_engines(schedule, out):
+    """Groups of two across the step at which the loop goes on to another network, that has an engine of its own."""
+    torch.manual_seed(0)
+    module = load_changed(OF_TWO_ENGINES, out)
+    engines = [Zero1(models.Plain(), None, lambda model: None, None, n_micro_steps=30).transformer for _ in range(2)]
+    handle = install(vars(module), config=JaggConfig(frac=1, group_size=2, schedule=schedule))
+    try:
+        module.train_one_step(module.make_args(other=engines[1]), engines[0], None)
     except JaggError as error:
         return str(error)
     finally:
@@ -246,6 +265,7 @@ def main(out):
     found |= {cell: run_auxiliary(*cell, Path(out)) for cell in AUXILIARY}
     for schedule in OWN_BACKWARD:
         found["backward", schedule] = run_auxiliary("ZeRO-1", "Plain", schedule, Path(out), WITH_OWN_BACKWARD)
+    found |= {("engines", schedule): run_engines(schedule, Path(out)) for schedule in IN_BF16}
     found |= {("bf16", schedule): run_in_bf16(schedule, Path(out)) for schedule in IN_BF16}
     torch.save(found, Path(out, f"rank{dist.get_rank()}.pt"))
     dist.barrier()

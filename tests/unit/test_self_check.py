@@ -164,6 +164,29 @@ def test_each_model_of_a_run_is_checked(load_loop):
         module.train_one_step(module.make_args(), *with_optimizer(models.RankMask()))
 
 
+class OnBase(torch.nn.Module):
+    """A frozen base that models share, which comes first among their weights, and a network on it."""
+
+    base = torch.nn.Linear(3, 2).requires_grad_(False)
+
+    def __init__(self, network):
+        super().__init__()
+        self.base, self.network = self.base, network
+
+    def forward(self, x):
+        return self.base(x) + self.network(x)
+
+
+def test_each_of_two_models_on_one_frozen_base_is_checked(load_loop):
+    module = load_loop(FLUX)
+    install(vars(module), config=JaggConfig(schedule="joint"))
+    plain, plain_optimizer = with_optimizer(OnBase(models.Plain()))
+    for _ in range(5):
+        module.train_one_step(module.make_args(), plain, plain_optimizer)
+    with pytest.raises(JaggError, match="with each backward right after its forward"):
+        module.train_one_step(module.make_args(), *with_optimizer(OnBase(models.RankMask())))
+
+
 @pytest.mark.usefixtures("without_contract")
 def test_each_model_of_an_update_is_checked(load_loop):
     """Two that are trained together, the group cut between them: the second one's when both groups of the first are checked."""

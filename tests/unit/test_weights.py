@@ -288,6 +288,28 @@ def test_another_thread_s_losses_are_its_own(load_loop):
     module.train_one_step(module.make_args(meanwhile=meanwhile), model, torch.optim.SGD(model.parameters(), lr=0.0))
 
 
+def test_another_thread_s_solver_steps_are_its_own(load_loop):
+    """An evaluation beside the training, while a grouped forward runs."""
+
+    def run(meanwhile):
+        velocity = "    velocity = run_model("
+        module = load_loop("train_grpo_flux", velocity, f"    args.meanwhile(globals())\n{velocity}")
+        install(vars(module), config=JaggConfig(frac=1, self_check=False))
+        torch.manual_seed(1)
+        model = models.Plain()
+        args, optimizer = module.make_args(meanwhile=meanwhile), torch.optim.SGD(model.parameters(), lr=0.0)
+        module.train_one_step(args, model, optimizer)
+        return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    def evaluate(module):
+        step = (torch.ones(1, 2), torch.zeros(1, 2), 0.5, torch.linspace(1, 0, 17), 3, torch.zeros(1, 2), True, True)
+        thread = threading.Thread(target=module["flux_step"], args=step)
+        thread.start()
+        thread.join()
+
+    assert torch.equal(run(evaluate), run(lambda module: None))
+
+
 @pytest.mark.parametrize("fraction", [0.4, 0.6])
 def test_weights_that_are_replaced_between_training_steps_are_no_others(load_loop, fraction):
     """Each timestep's are looked at when it is a knot's for the first time."""

@@ -26,6 +26,9 @@ class Fsdp1(Engine):
     def no_retaining(self):
         if self._register is None or not all(hasattr(unit._handle, "_needs_pre_backward_unshard") for unit in self._units):
             return "this version of torch arms FSDP for a backward by other names"
+        handles = [unit._handle for unit in self._units]
+        if any(handle._use_orig_params and not handle.uses_sharded_strategy for handle in handles):
+            return "FSDP's NO_SHARD with use_orig_params recomputes with other tensors then: use DDP"
         return None
 
     def arm(self):

@@ -142,7 +142,8 @@ class SelfCheck(Watcher):
 
     def _way_of(self, session, group):
         """How a group of the plan runs, and which it is: the same on every rank."""
-        return group, session.schedule.name == "joint", session.skipping.is_on, self._has_moved
+        is_retained = session.retaining.sample is not None
+        return group, session.schedule.name == "joint", session.skipping.is_on, is_retained, self._has_moved
 
     def update_ends(self, session):
         if self._kept is not None and not self._has_asked and not self._has_said:

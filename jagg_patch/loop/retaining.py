@@ -41,6 +41,7 @@ class Retaining(Watcher):
         self._n_updates = 0  # optimizer steps so far
         self.has_compared = False  # whether all of a rollout's outputs are the training forwards'
         self._n_rows = self._plan = None  # of a training batch; its n_trajectory, n_visited and whether orders are drawn
+        self._syncs = []  # of the samples before an optimizer step, whether they sync what their own forwards have to prepare
         self._n_first = None  # samples before the first optimizer step
         self._n_retained = 0  # samples of each rollout
         self.forget(None)
@@ -126,9 +127,9 @@ class Retaining(Watcher):
     def step_begins(self, session, visit):
         if not self.is_on or visit.place.position:
             return
-        self.sample = self._find(session, visit) if self._is_asking else None
-        self._n_seen += len(visit.indices)
         self._n_rows = len(visit.indices)
+        self.sample = self._find(session, visit) if self._is_asking and self._n_seen < self._n_retained else None
+        self._n_seen += self._n_rows
 
     def _find(self, session, visit):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
@@ -151,8 +152,11 @@ class Retaining(Watcher):
             self._engine.arm()
 
     def optimizer_steps(self, session, optimizer):
-        if self.is_watching and session.in_update and is_of(optimizer, self._engine.model):
+        if self.is_watching and session.in_update and self._engine is not None and is_of(optimizer, self._engine.model):
             self._n_updates += 1
+            if any(self._syncs[:-1]):
+                self._doubts("DDP prepares each reduction in a forward, and reduces after every step: accumulate (no_sync)")
+            self._syncs.clear()
             self._n_first = self._n_first or self._n_seen
 
     def update_ends(self, session):
@@ -167,6 +171,8 @@ class Retaining(Watcher):
             self._engine = session.group.engine
         if self.is_watching:
             self.stand_in = session.group.stand_in
+            if visit.place.position == 0:
+                self._syncs.append(self._engine.prepares_sync_in_forward and self._engine.syncs_gradients())
 
     def model_output(self, session, visit, output):
         if self.is_watching and visit.place.is_knot and any(map(hides_weights, graph_nodes([output]))):
@@ -208,10 +214,11 @@ class Retaining(Watcher):
             self.is_watching, self.has_compared = False, True
             a_sample = max(graphs) * n_knots
             held = max(min(frees) // max(a_sample, 1), 0)
-            self._n_retained = min(*firsts, held) // self._n_rows * self._n_rows
+            could = min(firsts) - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
+            self._n_retained = min(could, held) // self._n_rows * self._n_rows
             self._say(
-                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, of {min(firsts)} before "
-                f"the first optimizer step: {in_gb(a_sample)} each, {in_gb(min(frees))} are free on the fullest rank"
+                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, of {could} before the "
+                f"first optimizer step: {in_gb(a_sample)} each, {in_gb(min(frees))} are free on the fullest rank"
             )
             self.is_on = self._n_retained > 0
 

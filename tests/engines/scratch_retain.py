@@ -8,7 +8,7 @@ from jagg_patch import JaggConfig, install
 
 def run(name, cell, settings, windows=4, two=False):
     n_vis = 6
-    n_samples = 1 if cell.autocast else N_SAMPLES
+    n_samples = 3
     engine = build(name, cell, n_samples * n_vis)
     args = ARGS | dict(n_samples=n_samples, sampling_steps=7, timestep_fraction=1.0, autocast=cell.autocast, rollout_batch=1)
     handle = install(vars(loop), config=JaggConfig(**settings)) if settings is not None else None
@@ -18,7 +18,7 @@ def run(name, cell, settings, windows=4, two=False):
     def own_step(closes):
         nonlocal n
         n += 1
-        step(n % n_vis == 0)
+        step(n % (3 * n_vis) in (2 * n_vis, 0))
     if two: engine.step = own_step
     torch.manual_seed(42 + dist.get_rank())
     counts = []
@@ -38,9 +38,9 @@ def main(*names):
     torch.set_num_threads(1); warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     for name in names or ["FSDP1 FULL_SHARD", "FSDP1 SHARD_GRAD_OP", "FSDP1 NO_SHARD", "FSDP1 HYBRID_SHARD", "FSDP2", "DDP"]:
-        for label, cell in {"LoRA": Cell(lora=True), "LoRA ckpt": Cell(lora=True, checkpointing=True), "acc": Cell(accumulates=True)}.items():
-            for two in (False, True):
-                if two and label == "acc": continue
+        for label, cell in {"LoRA ckpt": Cell(lora=True, checkpointing=True), "acc ckpt": Cell(accumulates=True, checkpointing=True)}.items():
+            for two in (False, True,):
+                if two and "acc" in label: continue
                 base = None
                 for what, settings in {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="sequential"),
                         "exact joint": dict(frac=0, retain=True, schedule="joint"),
@@ -50,7 +50,7 @@ def main(*names):
                     try:
                         update, counts = run(name, cell, settings, two=two)
                     except Exception:
-                        if dist.get_rank() == 0: print(name, label, two, what, "FAILED", traceback.format_exc().splitlines()[-3:], flush=True)
+                        if dist.get_rank() == 0: print(name, label, two, what, "FAILED", traceback.format_exc().splitlines()[-12:], flush=True)
                         continue
                     if what in ("unpatched", "W", "W joint"): base = update
                     err = ((update - base).norm() / base.norm()).item()

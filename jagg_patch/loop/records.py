@@ -65,6 +65,15 @@ class Records:
         return sum(len(batch.marks[0]) for batch in self._batches if batch.marks)
 
     @property
+    def first_numbers(self):
+        """Of each batch's samples among the rollout's."""
+        return [batch.first_number for batch in self._batches]
+
+    def number(self, entry):
+        """Which of the rollout's samples it is of."""
+        return self._batches[entry.batch].first_number + entry.row
+
+    @property
     def n_steps(self):
         """Of the running batch so far."""
         return len(self._batches[-1].marks)
@@ -113,7 +122,7 @@ class Records:
                 entries = [entry for entry in entries if self._mark(entry.moved(1)) in (next_mark, None)]
             if not entries:
                 return None
-            numbered = [entry for entry in entries if self._batches[entry.batch].first_number + entry.row == number + row]
+            numbered = [entry for entry in entries if self.number(entry) == number + row]
             found.append((numbered or entries)[0])
         return found
 

@@ -22,6 +22,8 @@ from .skipping import why_other
 from .watcher import Watcher
 from .weights import hides_weights, is_of
 
+MOST_UNUSED = 3  # updates in a row
+
 
 class Retaining(Watcher):
     """`say` is called on every rank.
@@ -43,17 +45,20 @@ class Retaining(Watcher):
         self._n_rows = self._plan = None  # of a training batch; its n_trajectory, n_visited and whether orders are drawn
         self._syncs = []  # of the samples before an optimizer step, whether they sync what their own forwards have to prepare
         self._n_first = None  # samples before the first optimizer step
-        self._n_retained = 0  # samples of each rollout
+        self._is_in_order = True  # whether the update takes the rollout's samples one after the other
+        self._n_retained = self._n_used = 0  # samples: of each rollout, and of its update
+        self._n_unused = 0  # updates in a row of which none could be
         self.forget(None)
 
     def forget(self, session):
         self.sample = self._generator = None
-        self._orders, self._n_given = [], 0  # of the rollout's samples as they were drawn; how many of them the trainer has got
+        self._orders, self._given = [], []  # of the rollout's samples, as drawn; numbers of those that the trainer has got
         self._steps = ()  # of the running batch that are retained
         self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
         self._versions = None  # of the weights in the rollout
+        self._why_none = None  # why that has left no graph
         self._n_seen = 0  # samples, in this update
-        self._is_asking = False  # whether the ranks agree on each sample of this update
+        self._is_refused = False  # whether a rank had none for a sample of this update
 
     # -- in the rollout
 
@@ -109,42 +114,78 @@ class Retaining(Watcher):
             return output
         torch.set_grad_enabled(False)
         torch.clear_autocast_cache()
+        if not output.requires_grad:
+            self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
+            return output
         self._outputs[records.n_batches - 1, records.n_steps] = output
         return output.detach().clone()  # which the trainer may change in place
 
-    def ordered(self, permutation):
-        """In place of the trainer's `permutation` of a sample's steps the one that its rollout went by."""
-        if self._n_given >= len(self._orders):
-            return permutation
-        self._n_given += 1
-        return self._orders[self._n_given - 1]
+    def ordered(self, permutation, selected=None):
+        """In place of the trainer's `permutation` of a sample's steps the one that its rollout went by.
+
+        `selected` are the latents of all trained samples, `[B, T, ...]`, where these aren't the rollout's one after the other.
+        """
+        number = len(self._given)
+        if selected is not None:
+            row = selected[number : number + 1]
+            found = self._recording.records.find(row[:, 0], row[:, 1], number) if len(row) else None
+            number = self._recording.records.number(found[0]) if found else len(self._orders)
+        self._given.append(number)
+        return self._orders[number] if number < len(self._orders) else permutation
 
     # -- in the update
 
     def update_begins(self, session, step):
-        self._is_asking = self.is_on and bool(self._n_retained)
+        if self._given and not self._is_in_order:
+            self._let_go_of_others(set(self._given))
+
+    def _let_go_of_others(self, numbers):
+        """Of the graphs of samples that aren't trained."""
+        first_numbers = self._recording.records.first_numbers
+        for batch, step in list(self._outputs):
+            if not numbers.intersection(range(first_numbers[batch], first_numbers[batch] + self._n_rows)):
+                del self._outputs[batch, step]
 
     def step_begins(self, session, visit):
         if not self.is_on or visit.place.position:
             return
         self._n_rows = len(visit.indices)
-        self.sample = self._find(session, visit) if self._is_asking and self._n_seen < self._n_retained else None
+        is_due = self._n_seen < self._n_used and not self._is_refused
+        self.sample = self._find(session, visit) if is_due else None
+        if self.is_watching:
+            self._watch_order(session, visit)
         self._n_seen += self._n_rows
 
     def _find(self, session, visit):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
-        order, outputs = session.order, {}
+        order, outputs, why = session.order, {}, None
         entries = entries_of(session, visit, range(order.n_visited))
-        is_unmoved = not self._recording.policy_has_moved and self._versions == self._versions_now()
-        if is_unmoved and None not in entries:
+        if self._recording.policy_has_moved or self._versions != self._versions_now():
+            why = "its weights have changed since the rollout"
+        elif None in entries:
+            why = "the update has samples or steps that the rollout hadn't"
+        else:
             for position in knots_of(order.n_visited, order.groups):
                 outputs[position] = self._outputs.pop(batch_of(entries[position]), None)
-        has_all = bool(outputs) and None not in outputs.values()
-        self._is_asking, = least([has_all], visit.step.latents.device)
-        if not self._is_asking:
-            self._outputs.clear()
-            return None
-        return Retained(self.stand_in, self._recording.records, entries, outputs)
+            if None in outputs.values():
+                why = self._why_none or "the update has other batches, or needs other steps, than the rollout was asked for"
+        all_have, = least([why is None], visit.step.latents.device)
+        if all_have:
+            self._n_unused = 0
+            return Retained(self.stand_in, self._recording.records, entries, outputs)
+        self._is_refused = True
+        self._outputs.clear()
+        self._n_unused += 1
+        rank, why = first_of(gathered(why))
+        ends = self._n_unused == MOST_UNUSED
+        self.is_on = not ends
+        self._say(f"JAGG: graphs aren't used in {'any update from here on' if ends else 'this update'}: rank {rank}: {why}")
+        return None
+
+    def _watch_order(self, session, visit):
+        entries, = entries_of(session, visit, [0])
+        numbers = [self._recording.records.number(entry) for entry in entries or ()]
+        self._is_in_order &= numbers == list(range(self._n_seen, self._n_seen + self._n_rows))
 
     def step_returns(self, session, visit):
         group = session.group
@@ -204,9 +245,10 @@ class Retaining(Watcher):
         graph, free = session.schedule.graph_bytes, free_bytes()
         if session.schedule.name == "auto":
             free -= joint_excess(self._engine.model, graph)  # which it may take
-        mine = self._doubt, self._n_updates, self._n_first or self._n_seen, graph, free
-        doubts, updates, firsts, graphs, frees = zip(*gathered(mine), strict=True)
-        rank, doubt = next(((rank, doubt) for rank, doubt in enumerate(doubts) if doubt is not None), (None, None))
+        n_sampled = self._recording.records.n_samples
+        mine = self._doubt, self._n_updates, self._n_first or self._n_seen, n_sampled, self._is_in_order, graph, free
+        doubts, updates, firsts, sampled, in_order, graphs, frees = zip(*gathered(mine), strict=True)
+        rank, doubt = first_of(doubts)
         if doubt is not None:
             self.is_on = self.is_watching = False
             self._say(f"JAGG: no graphs are retained from here on: rank {rank}: {doubt}")
@@ -215,15 +257,24 @@ class Retaining(Watcher):
             a_sample = max(graphs) * n_knots
             held = max(min(frees) // max(a_sample, 1), 0)
             could = min(firsts) - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
-            self._n_retained = min(could, held) // self._n_rows * self._n_rows
+            self._is_in_order = all(in_order)
+            if self._is_in_order:
+                self._n_retained = self._n_used = min(could, held) // self._n_rows * self._n_rows
+            elif held >= max(sampled):  # any of them may come first
+                self._n_retained, self._n_used = max(sampled), could
             self._say(
-                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, of {could} before the "
+                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, {could} come before the "
                 f"first optimizer step: {in_gb(a_sample)} each, {in_gb(min(frees))} are free on the fullest rank"
             )
             self.is_on = self._n_retained > 0
 
     def _versions_now(self):
         return [weight._version for weight in self._engine.parameters()]
+
+
+def first_of(reasons):
+    """The first rank with one, and that; None twice where there is none."""
+    return next(((rank, why) for rank, why in enumerate(reasons) if why is not None), (None, None))
 
 
 def batch_of(entries):

@@ -45,7 +45,7 @@ class Session:
         self.config, self.schedule = config, schedule
         self.recording, self.skipping, self.retaining = recording, skipping, retaining
         self.order, self.weights, self.beside = Order(planner, retaining), SameWeights(config.self_check), Beside()
-        deciding = Guards(), self.weights, self.beside, Untouched(), recording, skipping, retaining, schedule
+        deciding = Guards(), self.weights, self.beside, Untouched(), skipping, retaining, recording, schedule
         self._watchers = [*deciding, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does
@@ -123,9 +123,9 @@ class Session:
         self.recording.records.add(latents, output)
         return output
 
-    def sort(self, permutation):
-        """The order of a sample's steps, `[T]`, in place of the trainer's."""
-        return self.order.sort(self.retaining.ordered(permutation))
+    def sort(self, permutation, selected=None):
+        """The order of a sample's steps, `[T]`, in place of the trainer's; `selected` as `Retaining.ordered` has it."""
+        return self.order.sort(self.retaining.ordered(permutation, selected))
 
     @contextmanager
     def evaluation(self):

@@ -111,7 +111,12 @@ class DanceGrpoTrainer:
             contract.rollout: wrapped_sample_reference_model,
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
             **wrap.solver_steps(namespace, contract.solvers, session, "latents"),
-            "torch": wrap.torch_with_order(namespace["torch"], self._permutation_lines(namespace), session.sort),
+            "torch": wrap.torch_with_order(
+                namespace["torch"],
+                self._permutation_lines(namespace),
+                session.sort,
+                "samples" if self.best_of_n and session.retaining.is_on else None,
+            ),
         }
         if session.recording.is_on:
             for function, parameters in contract.skipping.items():

@@ -111,6 +111,16 @@ def called_from(lines):
     return caller.f_code.co_filename == lines.filename and lines.first <= caller.f_lineno <= lines.last
 
 
+def local_of_caller(lines, name):
+    """The local variable `name` of the function with `lines` that the asking function is called from, or None."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == lines.filename:  # a comprehension may have a frame of its own
+        if name in frame.f_locals:
+            return frame.f_locals[name]
+        frame = frame.f_back
+    return None
+
+
 class ForwardingModule(types.ModuleType):
     """A module as one namespace sees it: every attribute is the real module's, but for the replaced ones.
 

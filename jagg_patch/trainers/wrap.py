@@ -8,7 +8,7 @@ import torch
 
 from ..engines.deepspeed import NO_REPLAY
 from ..errors import JaggError, no_probe
-from .intercept import ForwardingModule, called_from
+from .intercept import ForwardingModule, called_from, local_of_caller
 from ..method.plan import plan_groups
 
 KNOWN_ENGINES = ("NO", "FSDP", "DEEPSPEED")  # and MULTI_GPU and so on, which are DDP
@@ -84,12 +84,18 @@ def replaced(namespace, name, replacement):
         namespace[name] = original
 
 
-def torch_with_order(torch, lines, order):
-    """The module `torch`, but `randperm` called from `lines` returns `order(permutation)`."""
+def torch_with_order(torch, lines, order, selected=None):
+    """The module `torch`, but `randperm` called from `lines` returns `order(permutation)`.
+
+    Where `selected` is given, the name of a dict in the function with these lines, `order` gets its latents as well.
+    """
 
     def wrapped_randperm(*args, **kwargs):
         permutation = torch.randperm(*args, **kwargs)
-        return order(permutation) if called_from(lines) else permutation
+        if not called_from(lines):
+            return permutation
+        samples = local_of_caller(lines, selected) if selected else None
+        return order(permutation) if samples is None else order(permutation, samples.get("latents"))
 
     return ForwardingModule(torch, randperm=wrapped_randperm)
 

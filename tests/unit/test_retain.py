@@ -1,41 +1,50 @@
-"""Retained graphs on a loop of DanceGRPO's shape: the update's gradient against the unpatched loop's, and against groups without them."""
+"""Retained graphs on a loop of DanceGRPO's shape: the gradients of own forwards, and of the unpatched loop, without forwards."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
+import models
 import pytest
 import torch
 from test_skip import keep_gradients, make_model
 from torch.testing import assert_close
 
-from jagg_patch import JaggConfig, install
+from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.loop.recording import Recording
+from jagg_patch.loop.retaining import Retaining
 
 FLUX = "train_grpo_flux"
+N_SAMPLES, N_STEPS, N_FIRST = 4, 15, 2  # of a rollout; of a sample; before the first optimizer step
 ONE_BY_ONE = (
     "        latents, log_probs = run_sample_step(args, torch.randn(args.n_samples, 2), sigmas, model)\n",
     "        batches = [run_sample_step(args, torch.randn(1, 2), sigmas, model) for _ in range(args.n_samples)]\n"
     "        latents, log_probs = (torch.cat(parts) for parts in zip(*batches))\n",
 )
-IN_ORDER = "    rewards, latents, log_probs = rewards[shuffled], latents[shuffled], log_probs[shuffled]\n", ""
+SELECTED = "    rewards, latents, log_probs = rewards[shuffled], latents[shuffled], log_probs[shuffled]\n"
+IN_ORDER = SELECTED, ""
+BACKWARD = "            loss.backward()\n"
+LINE = "JAGG: no graphs are retained from here on: rank 0: "
 
 
-def run(module, settings=None, lr=0.0, n_epochs=4, **changes):
-    """Gradients `[optimizer steps, weights]`, forwards in each update, the handle, and the steps that were visited."""
-    handle = None if settings is None else install(vars(module), config=JaggConfig(**settings))
-    args, model = module.make_args(n_samples=4, gradient_accumulation_steps=2, **changes), make_model()
+def run(module, settings=None, model=None, lr=0.1, n_epochs=4, **changes):
+    """Gradients of each optimizer step, forwards of each update, visited steps of each, and the handle."""
+    handle = None if settings is None else install(vars(module), config=JaggConfig(**dict(self_check=False) | settings))
+    args = module.make_args(n_samples=N_SAMPLES, gradient_accumulation_steps=N_FIRST, **changes)
+    model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    seen, forwards, visited = keep_gradients(optimizer), [], []
+    gradients, forwards, visited, calls = keep_gradients(optimizer), [], [], []
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
-    counted = 0
-
-    def count(*_):
-        nonlocal counted
-        counted += 1
-
-    model.register_forward_hook(count)
+    counting = model.register_forward_hook(lambda *_: calls.append(True))
     torch.manual_seed(1)
-    for _ in range(n_epochs):
-        before = counted
-        visited.append(module.train_one_step(args, model, optimizer))
-        forwards.append(counted - before - 4 * module.TOTAL)
-    return torch.stack(seen), forwards, handle, visited
+    try:
+        for _ in range(n_epochs):
+            calls.clear()
+            visited.append(module.train_one_step(args, model, optimizer))
+            forwards.append(len(calls) - N_SAMPLES * module.TOTAL)
+    finally:
+        counting.remove()
+    return SimpleNamespace(gradients=torch.stack(gradients), forwards=forwards, visited=visited, handle=handle)
 
 
 PLANS = {
@@ -52,10 +61,188 @@ PLANS = {
 @pytest.mark.parametrize("schedule", ["sequential", "joint", "auto"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_are_those_of_own_forwards_and_retained_samples_run_none(load_loop, plan, schedule):
-    pieces, settings = ONE_BY_ONE + IN_ORDER, PLANS[plan] | dict(schedule=schedule, self_check=False)
-    own, n_own, _, _ = run(load_loop(FLUX, *pieces), settings if plan != "exact" else None, lr=0.1)
-    retained, n_retained, handle, _ = run(load_loop(FLUX, *pieces), settings | dict(retain=True), lr=0.1)
-    assert_close(retained, own, rtol=1e-5, atol=1e-6)
-    # Two of four samples come before the first optimizer step.
-    assert n_retained[:1] == n_own[:1] and n_retained[2:] == [n // 2 for n in n_own[2:]]
-    assert handle.stats.retained_forwards == 3 * 2 * 15
+    pieces, settings = ONE_BY_ONE + IN_ORDER, PLANS[plan] | dict(schedule=schedule)
+    own = run(load_loop(FLUX, *pieces), settings if plan != "exact" else None)
+    retained = run(load_loop(FLUX, *pieces), settings | dict(retain=True))
+    assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert retained.forwards[:1] == own.forwards[:1]
+    assert retained.forwards[2:] == [n * (N_SAMPLES - N_FIRST) // N_SAMPLES for n in own.forwards[2:]]
+    assert retained.handle.stats.retained_forwards == 3 * N_FIRST * N_STEPS
+
+
+def test_the_ratio_before_the_first_optimizer_step_is_exactly_one(load_loop):
+    ratios = []
+    module = load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER, BACKWARD, f"            args.ratios.append(ratio.item())\n{BACKWARD}")
+    run(module, dict(frac=1, retain=True), ratios=ratios)
+    first = N_FIRST * N_STEPS
+    epochs = [ratios[start : start + N_SAMPLES * N_STEPS] for start in range(0, len(ratios), N_SAMPLES * N_STEPS)]
+    assert all(set(epoch[:first]) == {1.0} and 1.0 not in epoch[first:] for epoch in epochs[1:])
+
+
+# -- orders
+
+
+ORDERED = "            torch.randperm(n)\n", "            (torch.randperm(n), args.orders.pop(0))[1]\n"
+
+
+@pytest.mark.parametrize("plan", ["exact", "W=4", "4 knots"])
+def test_with_a_fraction_a_sample_is_trained_at_the_steps_that_its_rollout_was_drawn_for(load_loop, plan):
+    pieces = ONE_BY_ONE + IN_ORDER
+    retained = run(load_loop(FLUX, *pieces), PLANS[plan] | dict(retain=True), timestep_fraction=0.6)
+    n_visited, n_forwards = 9, 9 * (N_SAMPLES - N_FIRST)
+    assert retained.forwards == [9 * N_SAMPLES, *[n_forwards] * 3]
+    steps = torch.tensor(retained.visited).view(-1, n_visited)
+    orders = [torch.cat([row, torch.tensor(sorted(set(range(N_STEPS)) - set(row.tolist())))]) for row in steps]
+    own = run(load_loop(FLUX, *pieces, *ORDERED), None, timestep_fraction=0.6, orders=list(orders))
+    if plan == "exact":
+        assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert len({tuple(row.tolist()) for row in steps}) > len(steps) / 2
+
+
+class OnDevice(Retaining):
+    """As with a model on a device of that kind."""
+
+    def __init__(self, kind):
+        super().__init__(JaggConfig(retain=True), Recording())
+        self._engine = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=SimpleNamespace(type=kind))])
+
+
+def drawn(kind, n_rollouts, n_samples=4, n_steps=15):
+    retaining, orders = OnDevice(kind), []
+    for _ in range(n_rollouts):
+        orders += [retaining._draw(n_steps) for _ in range(n_samples)]
+        retaining.forget(None)
+        torch.randn(7)  # the rollout's noise, from the CPU's generator on a CPU alone
+    return torch.stack(orders)
+
+
+def test_on_a_gpu_orders_are_those_that_the_trainer_draws_after_its_rollout():
+    torch.manual_seed(3)
+    retaining = OnDevice("cuda")
+    before = [retaining._draw(15) for _ in range(5)]
+    assert torch.equal(torch.stack(before), torch.stack([torch.randperm(15) for _ in range(5)]))
+
+
+def test_drawing_leaves_the_trainer_s_random_numbers_alone():
+    for kind in ("cpu", "cuda"):
+        torch.manual_seed(3)
+        OnDevice(kind)._draw(15)
+        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_every_step_comes_equally_often_and_no_sample_s_order_depends_on_another_s():
+    torch.manual_seed(0)
+    n_visited, n_rollouts = 9, 600
+    visited = torch.zeros(n_rollouts * 4, 15).scatter_(1, drawn("cpu", n_rollouts)[:, :n_visited], 1.0)
+    share, n = n_visited / 15, len(visited)
+    spread = (share * (1 - share)) ** 0.5
+    assert (visited.mean(0) - share).abs().max() < 4 * spread / n**0.5
+    first, second = visited.view(n_rollouts, 4, 15)[:, 0] - share, visited.view(n_rollouts, 4, 15)[:, 1] - share
+    assert (first.T @ second / n_rollouts).abs().max() < 4.5 * spread**2 / n_rollouts**0.5
+
+
+# -- when it can't
+
+
+@pytest.mark.parametrize("plan", ["exact", "W=4"])
+def test_samples_that_the_trainer_selects_are_found_and_the_others_let_go_of(load_loop, plan):
+    """Here all are, in another order: any may come first, so all are retained."""
+    own = run(load_loop(FLUX, *ONE_BY_ONE), PLANS[plan] if plan != "exact" else None)
+    retained = run(load_loop(FLUX, *ONE_BY_ONE), PLANS[plan] | dict(retain=True))
+    assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert retained.forwards[2:] == [n // 2 for n in own.forwards[2:]]
+
+
+GUIDED = "flux_step(run_model(model, z, timesteps), z", "flux_step(1.2 * run_model(model, z, timesteps), z"
+DOUBTS = {
+    "the rollout's model outputs differ by": GUIDED,
+    "the training forward calls the model for an output without a gradient too": (
+        "    velocity = run_model(transformer, latents, timesteps)\n",
+        "    velocity = run_model(transformer, latents, timesteps)\n    with torch.no_grad():\n"
+        "        run_model(transformer, latents, timesteps)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", DOUBTS)
+def test_what_the_first_updates_show_is_said_and_no_graph_is_retained(load_loop, capsys, why):
+    pieces = ONE_BY_ONE + IN_ORDER + DOUBTS[why]
+    own = run(load_loop(FLUX, *pieces), dict(frac=1))
+    capsys.readouterr()
+    retained = run(load_loop(FLUX, *pieces), dict(frac=1, retain=True))
+    assert_close(retained.gradients, own.gradients, rtol=1e-6, atol=1e-7)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LINE)]
+    assert len(lines) == 1 and why in lines[0] and retained.forwards == own.forwards
+
+
+def test_samples_of_a_batch_with_steps_of_their_own_are_not_retained(load_loop, capsys):
+    run(load_loop(FLUX, *IN_ORDER), dict(frac=1, retain=True))
+    assert "the update's batches aren't the rollout's" in capsys.readouterr().out
+
+
+INFERENCE = (
+    "    with torch.no_grad():\n",
+    "    with torch.inference_mode():\n",
+    "    return latents[:, -1].sum(1), latents, log_probs, sigmas",
+    "    latents, log_probs = latents.clone(), log_probs.clone()\n    return latents[:, -1].sum(1), latents, log_probs, sigmas",
+)
+# Something puts the average of the weights in their place and back, say.
+TOUCHED = "    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 1\n    model[0].weight.detach().mul_(1)\n"
+UNUSED = {"the rollout's forwards leave no graph": INFERENCE, "its weights have changed since the rollout": TOUCHED}
+
+
+@pytest.mark.parametrize("why", UNUSED)
+def test_graphs_that_cannot_be_used_are_said_and_given_up_after_three_updates(load_loop, capsys, why):
+    pieces = ONE_BY_ONE + IN_ORDER + UNUSED[why]
+    own = run(load_loop(FLUX, *pieces), dict(frac=1), n_epochs=5)
+    capsys.readouterr()
+    retained = run(load_loop(FLUX, *pieces), dict(frac=1, retain=True), n_epochs=5)
+    assert_close(retained.gradients, own.gradients, rtol=1e-6, atol=1e-7)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("JAGG: graphs aren't used in ")]
+    assert [line.split(":")[1] for line in lines] == [" graphs aren't used in this update"] * 2 + [
+        " graphs aren't used in any update from here on"
+    ]
+    assert all(why in line for line in lines) and retained.forwards == own.forwards
+
+
+@pytest.mark.parametrize("fails_in", ["rollout", "update"])
+def test_a_fault_leaves_no_graph_behind(load_loop, fails_in):
+    place = {
+        "rollout": ("    return latents[:, -1].sum(1), latents", "    args.fail()\n    return latents[:, -1].sum(1), latents"),
+        "update": (BACKWARD, f"{BACKWARD}            args.fail()\n"),
+    }[fails_in]
+    module, graphs, model = load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER, *place), [], make_model()
+
+    def keep(model, args, output):
+        if output.requires_grad:
+            graphs.append(weakref.ref(output))
+
+    calls = []
+
+    def fail():
+        calls.append(True)
+        if len(calls) == (3 if fails_in == "rollout" else 2 * N_SAMPLES * N_STEPS + 5):
+            raise KeyError("broken")
+
+    model.register_forward_hook(keep)
+    with pytest.raises(KeyError, match="broken"):
+        run(module, dict(frac=1, retain=True), model=model, fail=fail)
+    gc.collect()
+    assert graphs and not any(graph() is not None for graph in graphs)
+
+
+class Auxiliary(models.Plain):
+    """Leaves a loss beside its output."""
+
+    def forward(self, x):
+        hidden = self.net[:2](x)
+        self.aux = hidden.square().mean()
+        return self.net[2](hidden)
+
+
+def test_a_loss_beside_the_output_stops_the_run_also_where_every_step_is_exact(load_loop):
+    """Where a forward isn't run it would be a constant."""
+    module = load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER, BACKWARD, "            (loss + model.aux).backward()\n")
+    run(module, dict(frac=0), model=Auxiliary()).handle.uninstall()
+    with pytest.raises(JaggError, match="reaches weights by another way than the model's output"):
+        run(module, dict(frac=0, retain=True), model=Auxiliary())

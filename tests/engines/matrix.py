@@ -81,6 +81,26 @@ SKIP_RUNS = {
 # With knots six steps are visited, three and four of them from a knot to the next.
 SKIP_KNOTS = (0, 2, 5)
 SKIP_KNOT_RUNS = {label: settings | {"knots_at": SKIP_KNOTS} for label, settings in SKIP_RUNS.items()}
+# Retained graphs (retain_cells.py): three samples of a rollout, with an optimizer step after the second and the third; where
+# the last micro-step alone syncs, after the third.
+RETAIN_SAMPLES = 3
+RETAIN_STEPS_AFTER = (2 * N_VISITED, 0)  # micro-steps of the rollout's
+RETAIN_RUNS = {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="joint")} | {
+    f"{label}{', retained' * retains}": dict(retain=retains, **settings)
+    for label, settings in {
+        "sequential": dict(schedule="sequential", group_size=3, frac=1),
+        "joint, knots": dict(schedule="joint", knots_at=KNOTS),
+    }.items()
+    for retains in (False, True)
+}
+RETAIN_CELLS = {
+    "FSDP1 FULL_SHARD": {"full, checkpointing": CELLS["full, checkpointing"], "LoRA, checkpointing": CELLS["LoRA, checkpointing"]},
+    "FSDP1 SHARD_GRAD_OP": {"full": CELLS["full"]},
+    "FSDP1 NO_SHARD": {"full, checkpointing": CELLS["full, checkpointing"]},
+    "FSDP1 HYBRID_SHARD": {"LoRA": CELLS["LoRA"]},
+    "FSDP2": {"full, checkpointing": CELLS["full, checkpointing"], "LoRA": CELLS["LoRA"]},
+    "DDP": {"accumulation": MORE_CELLS["accumulation"]},
+}
 MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well, and with knots
 DISAGREEING = ("FSDP1 FULL_SHARD", "DDP")  # with what is spoilt in one rank's rollout: which sample, which step
 SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last endpoint": (2, 4)}

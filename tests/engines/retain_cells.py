@@ -1,0 +1,103 @@
+"""Runs under torchrun: the loop with graphs retained from its rollouts, and with its own forwards, on one engine after another.
+
+usage: torchrun ... retain_cells.py OUT [ENGINE...]; writes OUT/rank{N}.pt, `{engine: {cell: {run: record}}}`. The cells are in
+matrix.py, the tests that read the records in test_retaining.py.
+"""
+
+import argparse
+import gc
+import io
+import logging
+import sys
+import traceback
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from matrix import N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
+from matrix_cells import ARGS, Collectives, build, loop
+from observe import first_layer
+from skip_cells import MOVING_RATE
+
+from jagg_patch import JaggConfig, install
+
+
+def local_gradients(optimizer):
+    gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    return torch.cat([getattr(gradient, "_local_tensor", gradient).detach().float().flatten() for gradient in gradients])
+
+
+def run(name, cell, settings):
+    """Two training steps, of which the first is watched; each has a rollout, and an optimizer step after two of its samples.
+
+    Of the second: this rank's part of the gradients, and each training forward's calls of the model and all-gathers.
+    """
+    engine = build(name, cell, N_VISITED)
+    is_exact = settings is None or settings.get("frac") == 0  # in another order of steps, whose sum rounds otherwise
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0 if is_exact else MOVING_RATE
+    handle = None if settings is None else install(vars(loop), config=JaggConfig(self_check=False, **settings))
+    record, calls, said, step = {"gradients": [], "forwards": [], "gathers": []}, [], io.StringIO(), engine.step
+    first_layer(engine.transformer).register_forward_hook(lambda *_: calls.append(True))
+    keeping = engine.optimizer.register_step_pre_hook(lambda *_: record["gradients"].append(local_gradients(engine.optimizer)))
+    forward, n_steps = loop.grpo_one_step, [0]
+
+    def watched_forward(*args):
+        calls.clear()
+        with Collectives() as collectives:
+            log_probs = forward(*args)
+        record["forwards"].append(len(calls))
+        record["gathers"].append(collectives.counts["allgather"])
+        return log_probs
+
+    def step_after_samples(closes):
+        n_steps[0] += 1
+        step(n_steps[0] % (RETAIN_SAMPLES * N_VISITED) in RETAIN_STEPS_AFTER)
+
+    if not cell.accumulates:
+        engine.step = step_after_samples
+    args = dict(n_samples=RETAIN_SAMPLES, sampling_steps=N_VISITED + 1, timestep_fraction=1.0, rollout_batch=1)
+    torch.manual_seed(42 + dist.get_rank())
+    try:
+        with patch.object(loop, "grpo_one_step", watched_forward), redirect_stdout(said):
+            for _ in range(3 if cell.accumulates else 2):
+                for values in record.values():
+                    values.clear()
+                loop.train_one_step(argparse.Namespace(**ARGS | args | dict(autocast=cell.autocast)), engine)
+    finally:
+        keeping.remove()
+        if handle is not None:
+            handle.uninstall()
+    return record | {"weights": engine.trained_weights(), "said": said.getvalue()}
+
+
+def run_all(name, cell):
+    records = {}
+    for label, settings in RETAIN_RUNS.items():
+        try:
+            records[label] = run(name, cell, settings)
+        except Exception:
+            return records | {label: {"failed": traceback.format_exc()}}
+    return records
+
+
+def main(out, *names):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    records = {}
+    for name in names or RETAIN_CELLS:
+        gc.collect()
+        gc.freeze()
+        records[name] = {label: run_all(name, cell) for label, cell in RETAIN_CELLS[name].items()}
+    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

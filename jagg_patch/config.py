@@ -32,6 +32,11 @@ def _number_or_auto(value):
     return AUTO if value == AUTO else float(value)
 
 
+def _not_negative(value):
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError
+
+
 def _fraction(value):
     if value != AUTO and not (math.isfinite(value) and 0 <= value <= 1):
         raise ValueError
@@ -152,6 +157,15 @@ class JaggConfig:
         _switch,
         (lambda value: None, "0 or 1"),
         "1 has the rollout keep its graphs for the update, which then runs no forward before its first optimizer step",
+    )
+    retain_on: str = _setting(
+        "auto",
+        str,
+        _one_of("auto", "device", "host"),
+        "where retained graphs are kept; auto: on the device while it has room, then in the host's memory",
+    )
+    retain_gb: float = _setting(
+        0.0, float, (_not_negative, "a number of at least 0"), "at most so many GB of retained graphs on a rank; 0 sets no limit"
     )
     probe_every: int = _setting(
         0,

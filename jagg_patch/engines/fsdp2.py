@@ -38,6 +38,9 @@ class Fsdp2(Engine):
         parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         return [(getattr(parameter, "_unsharded_param", None), parameter.sharded_param) for parameter in parameters]
 
+    def gathered_weights(self):
+        return [gathered.untyped_storage() for gathered, _ in self._pairs() if gathered is not None]
+
     def leaves_whole_gradients(self):
         return all(group.reduce_grads for group in self._groups)
 

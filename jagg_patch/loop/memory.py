@@ -17,13 +17,18 @@ def free_bytes():
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated() - int(RESERVE * total)
+    return int((1 - RESERVE) * host_bytes())
+
+
+def host_bytes():
+    """This rank's share of the host's available memory; 0 where that can't be told."""
     try:
         with open("/proc/meminfo") as file:
             kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in file)}
         available = 1024 * kilobytes["MemAvailable"]
     except (OSError, KeyError):
         return 0
-    return int((1 - RESERVE) * available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -38,23 +43,36 @@ def graph_bytes(model):
         return
     kept = {}
 
-    def pack(tensor):
-        if tensor.layout is not torch.strided:
-            return tensor, tensor._version
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor.detach(), tensor._version  # itself, it would be kept alive by the node that made it
+    def pack_counted(tensor):
+        if tensor.layout is torch.strided:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return pack(tensor)
 
-    def unpack(packed):
-        tensor, version = packed
-        if tensor._version != version:  # torch looks at it where nothing is packed
-            raise RuntimeError(f"{CHANGED}: a tensor of shape {list(tensor.shape)}")
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack_counted, unpack):
         yield found
-    for weights in [*(parameter.untyped_storage() for parameter in model.parameters()), *engine.gathered_weights()]:
-        kept.pop(weights._cdata, None)
+    for weights in storages_of_weights(engine):
+        kept.pop(weights, None)
     found[0] = sum(storage.nbytes() for storage in kept.values())  # now: what has been resharded since is empty
+
+
+def pack(tensor):
+    """What autograd keeps of a tensor that it saves."""
+    if tensor.layout is not torch.strided:
+        return tensor, tensor._version
+    return tensor.detach(), tensor._version  # itself, it would be kept alive by the node that made it
+
+
+def unpack(packed):
+    tensor, version = packed
+    if tensor._version != version:  # torch looks at it where nothing is packed
+        raise RuntimeError(f"{CHANGED}: a tensor of shape {list(tensor.shape)}")
+    return tensor
+
+
+def storages_of_weights(engine):
+    """The identities of those of the model's weights, and of gathered ones."""
+    own = [parameter.untyped_storage() for parameter in engine.model.parameters()]
+    return {storage._cdata for storage in (*own, *engine.gathered_weights())}
 
 
 def _bytes_beside_weights(engine):

@@ -8,7 +8,8 @@ measured. From then on the samples that come before the first optimizer step are
 """
 
 import hashlib
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -16,13 +17,15 @@ from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
 from ..ranks import gathered, least
 from .between import Retained, entries_of
-from .memory import free_bytes, in_gb, joint_excess
+from .memory import free_bytes, host_bytes, in_gb, joint_excess
+from .offload import on_host
 from .schedule import MEASURED_UPDATES
 from .skipping import why_other
 from .watcher import Watcher
 from .weights import hides_weights, is_of
 
 MOST_UNUSED = 3  # updates in a row
+HOST_SHARE = 0.5  # of a rank's share of what is available
 
 
 class Retaining(Watcher):
@@ -37,7 +40,7 @@ class Retaining(Watcher):
         self.is_on = self.is_watching = config.enabled and config.retain
         self._recording = recording
         recording.users.append(self)
-        self._say = say
+        self._config, self._say = config, say
         self._doubt = None  # why not
         self._engine = self.stand_in = None  # the last group's
         self._n_updates = 0  # optimizer steps so far
@@ -47,6 +50,7 @@ class Retaining(Watcher):
         self._n_first = None  # samples before the first optimizer step
         self._is_in_order = True  # whether the update takes the rollout's samples one after the other
         self._n_retained = self._n_used = 0  # samples: of each rollout, and of its update
+        self._n_on_device = 0  # of the first
         self._n_unused = 0  # updates in a row of which none could be
         self.forget(None)
 
@@ -54,6 +58,8 @@ class Retaining(Watcher):
         self.sample = self._generator = None
         self._orders, self._given = [], []  # of the rollout's samples, as drawn; numbers of those that the trainer has got
         self._steps = ()  # of the running batch that are retained
+        self._is_on_host = False  # whether its graphs are
+        self._keeping = None  # what is entered from a forward's begin to its solver step
         self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
         self._versions = None  # of the weights in the rollout
         self._why_none = None  # why that has left no graph
@@ -70,12 +76,14 @@ class Retaining(Watcher):
             yield
             return
         self._steps, before = self._steps_of(session), torch.is_grad_enabled()
+        self._is_on_host = records.n_samples >= self._n_on_device
         self._versions = self._versions_now()
         hook = self._engine.model.register_forward_pre_hook(self._forward_begins, prepend=True)  # FSDP2's asks for the mode
         try:
             yield
         finally:
             hook.remove()
+            self._forward_ends()
             torch.set_grad_enabled(before)
             self._steps = ()
 
@@ -103,17 +111,26 @@ class Retaining(Watcher):
         return torch.randperm(n_steps, generator=self._generator)
 
     def _forward_begins(self, model, args):
-        if self._recording.records.n_steps in self._steps:
-            torch.clear_autocast_cache()  # of casts that were made without a graph
-            torch.set_grad_enabled(True)
+        if self._recording.records.n_steps not in self._steps or self._keeping is not None:
+            return
+        torch.clear_autocast_cache()  # of casts that were made without a graph
+        torch.set_grad_enabled(True)
+        self._keeping = on_host(self._engine) if self._is_on_host else nullcontext()
+        self._keeping.__enter__()
+
+    def _forward_ends(self):
+        if self._keeping is not None:
+            self._keeping.__exit__(None, None, None)
+            self._keeping = None
+            torch.set_grad_enabled(False)
+            torch.clear_autocast_cache()
 
     def solver_input(self, output):
         """What the rollout's solver step gets in place of the model's `output`, whose graph is kept if that is due."""
         records = self._recording.records
         if records.n_steps not in self._steps:
             return output
-        torch.set_grad_enabled(False)
-        torch.clear_autocast_cache()
+        self._forward_ends()
         if not output.requires_grad:
             self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
             return output
@@ -246,27 +263,46 @@ class Retaining(Watcher):
         if session.schedule.name == "auto":
             free -= joint_excess(self._engine.model, graph)  # which it may take
         n_sampled = self._recording.records.n_samples
-        mine = self._doubt, self._n_updates, self._n_first or self._n_seen, n_sampled, self._is_in_order, graph, free
-        doubts, updates, firsts, sampled, in_order, graphs, frees = zip(*gathered(mine), strict=True)
+        samples = self._n_seen, self._n_first or self._n_seen, n_sampled
+        mine = self._doubt, self._n_updates, samples, self._is_in_order, graph, free, int(HOST_SHARE * host_bytes())
+        doubts, updates, samples, in_order, graphs, frees, hosts = zip(*gathered(mine), strict=True)
         rank, doubt = first_of(doubts)
         if doubt is not None:
             self.is_on = self.is_watching = False
             self._say(f"JAGG: no graphs are retained from here on: rank {rank}: {doubt}")
         elif min(updates) >= MEASURED_UPDATES:
-            self.is_watching, self.has_compared = False, True
-            a_sample = max(graphs) * n_knots
-            held = max(min(frees) // max(a_sample, 1), 0)
-            could = min(firsts) - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
-            self._is_in_order = all(in_order)
-            if self._is_in_order:
-                self._n_retained = self._n_used = min(could, held) // self._n_rows * self._n_rows
-            elif held >= max(sampled):  # any of them may come first
-                self._n_retained, self._n_used = max(sampled), could
-            self._say(
-                f"JAGG: graphs of {self._n_retained} samples of each rollout are retained from here on, {could} come before the "
-                f"first optimizer step: {in_gb(a_sample)} each, {in_gb(min(frees))} are free on the fullest rank"
-            )
-            self.is_on = self._n_retained > 0
+            self.is_watching, self.has_compared, self._is_in_order = False, True, all(in_order)
+            self._choose(*map(min, zip(*samples, strict=True)), max(graphs) * n_knots, min(frees), min(hosts))
+
+    def _choose(self, n_seen, n_first, n_sampled, a_sample, on_device, on_host):
+        """How many samples are retained, and where.
+
+        Args:
+            n_seen, n_first, n_sampled: samples of an update, of those before its first optimizer step, and of its rollout.
+            a_sample, on_device, on_host: bytes of a sample's graphs, and what may be taken.
+        """
+        could = n_first - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
+        wanted = could if self._is_in_order else n_sampled  # any of them may come first
+        cap = 1e9 * self._config.retain_gb or math.inf
+        places = {"device": (1, 0), "host": (0, 1), "auto": (1, int(torch.cuda.is_available()))}[self._config.retain_on]
+
+        def that_fit(n_bytes):
+            n_samples = int(max(min(n_bytes, cap, wanted * a_sample), 0) // max(a_sample, 1))
+            return n_samples - n_samples % self._n_rows  # whole batches
+
+        n_on_device, n_on_host = (is_one * that_fit(room) for is_one, room in zip(places, (on_device, on_host), strict=True))
+        held = min(n_on_device + n_on_host, that_fit(math.inf))
+        if not self._is_in_order and held < wanted:
+            held = 0
+        self._n_on_device = min(n_on_device, held)
+        self._n_retained, self._n_used = held, min(held, could)
+        self.is_on = held > 0
+        self._say(
+            f"JAGG: graphs of {held} samples of each rollout are retained from here on, {self._n_on_device} on the device and "
+            f"{held - self._n_on_device} in the host's memory: {in_gb(a_sample)} each\n"
+            f"  {could} of an update's {n_seen} come before its first optimizer step; on the fullest rank {in_gb(on_device)} are "
+            f"free on the device, and {in_gb(on_host)} of the host's may be taken"
+        )
 
     def _versions_now(self):
         return [weight._version for weight in self._engine.parameters()]

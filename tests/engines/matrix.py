@@ -94,11 +94,11 @@ RETAIN_RUNS = {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="j
     for retains in (False, True)
 }
 RETAIN_CELLS = {
-    "FSDP1 FULL_SHARD": {"full, checkpointing": CELLS["full, checkpointing"], "LoRA, checkpointing": CELLS["LoRA, checkpointing"]},
+    "FSDP1 FULL_SHARD": {name: CELLS[name] for name in ("full, checkpointing", "LoRA, checkpointing")},
     "FSDP1 SHARD_GRAD_OP": {"full": CELLS["full"]},
-    "FSDP1 NO_SHARD": {"full, checkpointing": CELLS["full, checkpointing"]},
+    "FSDP1 NO_SHARD": {"full": CELLS["full"]},
     "FSDP1 HYBRID_SHARD": {"LoRA": CELLS["LoRA"]},
-    "FSDP2": {"full, checkpointing": CELLS["full, checkpointing"], "LoRA": CELLS["LoRA"]},
+    "FSDP2": {name: CELLS[name] for name in ("full, checkpointing", "LoRA")},
     "DDP": {"accumulation": MORE_CELLS["accumulation"]},
 }
 MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well, and with knots

@@ -246,3 +246,15 @@ def test_a_loss_beside_the_output_stops_the_run_also_where_every_step_is_exact(l
     run(module, dict(frac=0), model=Auxiliary()).handle.uninstall()
     with pytest.raises(JaggError, match="reaches weights by another way than the model's output"):
         run(module, dict(frac=0, retain=True), model=Auxiliary())
+
+
+@pytest.mark.parametrize("plan", ["exact", "4 knots"])
+def test_in_the_host_s_memory_it_is_the_same_in_every_bit(load_loop, plan, capsys):
+    pieces, settings = ONE_BY_ONE + IN_ORDER, PLANS[plan] | dict(retain=True)
+    on_device, on_host = (run(load_loop(FLUX, *pieces), settings | dict(retain_on=place)) for place in ("device", "host"))
+    assert torch.equal(on_device.gradients, on_host.gradients)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("JAGG: graphs of 2 samples")]
+    assert [line.split("here on, ")[1].split(" memory")[0] for line in said] == [
+        "2 on the device and 0 in the host's",
+        "0 on the device and 2 in the host's",
+    ]

@@ -9,7 +9,9 @@ measured. From then on the samples that come before the first optimizer step are
 
 import hashlib
 import math
+from bisect import bisect
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -34,7 +36,10 @@ class Retaining(Watcher):
     is_on: whether graphs are retained, or will be.
     stand_in: for the model, in training forwards that aren't run.
     sample: how the sample that is being visited gets its outputs; None where that isn't a retained one.
+    orders_samples: whether the trainer asks for its order of a rollout's samples; an adapter says so.
     """
+
+    orders_samples = False
 
     def __init__(self, config, recording, say=lambda line: None):
         self.is_on = self.is_watching = config.enabled and config.retain
@@ -49,7 +54,7 @@ class Retaining(Watcher):
         self._syncs = []  # of the samples before an optimizer step, whether they sync what their own forwards have to prepare
         self._n_first = None  # samples before the first optimizer step
         self._is_in_order = True  # whether the update takes the rollout's samples one after the other
-        self._n_retained = self._n_used = 0  # samples: of each rollout, and of its update
+        self._n_sampled = self._n_retained = self._n_used = 0  # samples: of each rollout, and of its update
         self._n_on_device = 0  # of the first
         self._n_unused = 0  # updates in a row of which none could be
         self.forget(None)
@@ -57,7 +62,7 @@ class Retaining(Watcher):
     def forget(self, session):
         self.sample = self._generator = None
         self._orders, self._given = [], []  # of the rollout's samples, as drawn; numbers of those that the trainer has got
-        self._steps = ()  # of the running batch that are retained
+        self._steps, self._n_taken = (), 0  # of the running batch: trained steps that are retained, and how many it has taken
         self._is_on_host = False  # whether its graphs are
         self._keeping = None  # what is entered from a forward's begin to its solver step
         self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
@@ -71,24 +76,30 @@ class Retaining(Watcher):
     @contextmanager
     def batch(self, session):
         """Around the rollout of a batch."""
-        records = self._recording.records
-        if not (self.is_on and self._recording.is_recording and records.n_samples < self._n_retained):
+        place = self._place(self._recording.records.n_samples)
+        if not (self.is_on and self._recording.is_recording and 0 <= place < self._n_retained):
             yield
             return
-        self._steps, before = self._steps_of(session), torch.is_grad_enabled()
-        self._is_on_host = records.n_samples >= self._n_on_device
+        self._steps, self._n_taken, before = self._steps_of(session), 0, torch.is_grad_enabled()
+        self._is_on_host = place >= self._n_on_device
         self._versions = self._versions_now()
-        hook = self._engine.model.register_forward_pre_hook(self._forward_begins, prepend=True)  # FSDP2's asks for the mode
+        # FSDP2's own asks for the mode. The rollout may call what the engine has wrapped.
+        hooks = [module.register_forward_pre_hook(self._forward_begins, prepend=True) for module in wrapped(self._engine.model)]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             self._forward_ends()
             torch.set_grad_enabled(before)
             self._steps = ()
 
+    def _place(self, number):
+        """Of the rollout's sample of that number among those that may be retained: the first, or the last if it orders them."""
+        return number - (self._n_sampled - self._n_retained) if self.orders_samples else number
+
     def _steps_of(self, session):
-        """Which steps of the batch that begins will have a backward pass."""
+        """Which of the trained steps of the batch that begins will have a backward pass."""
         n_trajectory, n_visited, shuffled = self._plan
         order = range(n_visited)
         if shuffled:
@@ -111,7 +122,7 @@ class Retaining(Watcher):
         return torch.randperm(n_steps, generator=self._generator)
 
     def _forward_begins(self, model, args):
-        if self._recording.records.n_steps not in self._steps or self._keeping is not None:
+        if self._n_taken not in self._steps or self._keeping is not None:
             return
         torch.clear_autocast_cache()  # of casts that were made without a graph
         torch.set_grad_enabled(True)
@@ -125,12 +136,18 @@ class Retaining(Watcher):
             torch.set_grad_enabled(False)
             torch.clear_autocast_cache()
 
-    def solver_input(self, output):
-        """What the rollout's solver step gets in place of the model's `output`, whose graph is kept if that is due."""
-        records = self._recording.records
-        if records.n_steps not in self._steps:
+    def solver_input(self, output, is_trained):
+        """What the rollout's solver step gets in place of the model's `output`, whose graph is kept if that is due.
+
+        Whether a step `is_trained` isn't known before its solver step, where the rollout draws a window of them.
+        """
+        records, is_due = self._recording.records, self._n_taken in self._steps
+        self._n_taken += is_trained
+        if not is_due:
             return output
         self._forward_ends()
+        if not is_trained:
+            return output.detach()
         if not output.requires_grad:
             self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
             return output
@@ -149,6 +166,17 @@ class Retaining(Watcher):
             number = self._recording.records.number(found[0]) if found else len(self._orders)
         self._given.append(number)
         return self._orders[number] if number < len(self._orders) else permutation
+
+    def ordered_samples(self, permutation):
+        """The trainer's order of a rollout's samples, `[N]`, kept to whole batches of it; those that are retained come first."""
+        first_numbers = self._recording.records.first_numbers
+        n_samples = self._recording.records.n_samples
+        if not self.is_on or len(permutation) != n_samples:  # some are left out
+            return permutation
+        batches = [range(*ends) for ends in pairwise((*first_numbers, n_samples))]
+        drawn = dict.fromkeys(bisect(first_numbers, number) - 1 for number in permutation.tolist())
+        order = sorted(drawn, key=lambda batch: self._place(first_numbers[batch]) < 0)
+        return permutation.new_tensor([number for batch in order for number in batches[batch]])
 
     # -- in the update
 
@@ -282,7 +310,8 @@ class Retaining(Watcher):
             a_sample, on_device, on_host: bytes of a sample's graphs, and what may be taken.
         """
         could = n_first - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
-        wanted = could if self._is_in_order else n_sampled  # any of them may come first
+        self._n_sampled, is_known = n_sampled, self._is_in_order or self.orders_samples
+        wanted = could if is_known else n_sampled  # any of them may come first
         cap = 1e9 * self._config.retain_gb or math.inf
         places = {"device": (1, 0), "host": (0, 1), "auto": (1, int(torch.cuda.is_available()))}[self._config.retain_on]
 
@@ -292,7 +321,7 @@ class Retaining(Watcher):
 
         n_on_device, n_on_host = (is_one * that_fit(room) for is_one, room in zip(places, (on_device, on_host), strict=True))
         held = min(n_on_device + n_on_host, that_fit(math.inf))
-        if not self._is_in_order and held < wanted:
+        if not is_known and held < wanted:
             held = 0
         self._n_on_device = min(n_on_device, held)
         self._n_retained, self._n_used = held, min(held, could)
@@ -306,6 +335,13 @@ class Retaining(Watcher):
 
     def _versions_now(self):
         return [weight._version for weight in self._engine.parameters()]
+
+
+def wrapped(model):
+    """`model`, and what its engine's wrappers hold."""
+    while model is not None:
+        yield model
+        model = getattr(model, "module", None) if isinstance(getattr(model, "module", None), torch.nn.Module) else None
 
 
 def first_of(reasons):

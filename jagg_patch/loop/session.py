@@ -115,11 +115,11 @@ class Session:
         with self.recording.batch(), self.retaining.batch(self):
             yield
 
-    def sampled(self, latents, model_output):
+    def sampled(self, latents, model_output, is_trained=True):
         """A solver step of the rollout, with what the model was given and what it gave; returns what that step is to get."""
         if not self.recording.is_recording:
             return model_output
-        output = self.retaining.solver_input(model_output)
+        output = self.retaining.solver_input(model_output, is_trained)
         self.recording.records.add(latents, output)
         return output
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..contract import CONTRACTS, settings_behind_steps
 from ..method.cost import StepCost
-from .intercept import require_class, require_parameters
+from .intercept import call_lines, require_class, require_parameters
 from ..method.plan import Steps
 from ..loop.step import Step
 from . import wrap
@@ -116,6 +116,10 @@ class FlowGrpoTrainer:
             contract.forward: wrap.training_forward(namespace[contract.forward], session, read),
             **wrap.solver_steps(namespace, contract.solvers, session, "sample"),
         }
+        if session.retaining.is_on:
+            session.retaining.orders_samples = True
+            lines = call_lines(namespace["main"], "perm", "randperm")
+            wrapped["torch"] = wrap.torch_with_order(namespace["torch"], lines, session.retaining.ordered_samples)
         if contract.rollout in namespace:  # else nothing is on that needs it
             wrapped[contract.rollout] = wrap.within(namespace[contract.rollout], *around_rollout)
         if "eval" in namespace:

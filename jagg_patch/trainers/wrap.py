@@ -42,7 +42,10 @@ def solver_step(function, session, latents):
     def wrapped_solver_step(*args, **kwargs):
         bound = bind(*args, **kwargs)
         if bound.arguments.get("prev_sample") is None:
-            bound.arguments["model_output"] = session.sampled(bound.arguments.get(latents), bound.arguments["model_output"])
+            is_trained = bound.arguments.get("noise_level") != 0  # outside of a window it adds no noise
+            bound.arguments["model_output"] = session.sampled(
+                bound.arguments.get(latents), bound.arguments["model_output"], is_trained
+            )
         with session.solver_input(bound.arguments["model_output"]) as model_output:
             bound.arguments["model_output"] = model_output
             return function(*bound.args, **bound.kwargs)

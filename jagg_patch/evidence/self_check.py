@@ -10,6 +10,7 @@ check comes before anything has been trained, when an adapter may do nothing yet
 
 import math
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,6 +32,7 @@ class SelfCheck(Watcher):
         self._config = config
         self._is_on = config.enabled and config.self_check
         self._checked = WeakIdKeyDictionary()  # by `first_weight`: how often in `_way_of` groups; the same on every rank
+        self._of_models = WeakKeyDictionary()  # the same, by model: which weights are trained may change within a sample
         self._why_not = None  # this rank's reason to do without
         self._say = say
         self._model = None  # as soon as one has been seen
@@ -128,7 +130,11 @@ class SelfCheck(Watcher):
         self._kept = None
 
     def _times(self, model):
-        return Counter() if model is None else self._checked.setdefault(first_weight(model), Counter())
+        if model is None:
+            return Counter()
+        if model not in self._of_models:
+            self._of_models[model] = self._checked.setdefault(first_weight(model), Counter())
+        return self._of_models[model]
 
     def _is_left(self, session, model, group):
         times, way = self._times(model), self._way_of(session, group)

@@ -55,11 +55,11 @@ class Beside(Watcher):
         before = self.is_reached
         is_ours = self._session is not None and threading.get_ident() == self._thread
         is_outermost = is_ours and before is None  # and none that checkpointing runs inside
-        if is_outermost:
-            self._session.tell("backward_begins")
         if is_ours and (self._spans or self._session.group is not None):
             self._look(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors)
         try:
+            if is_outermost:
+                self._session.tell("backward_begins")
             backward(tensors, *args, **kwargs)
         finally:
             self.is_reached = before

@@ -139,7 +139,8 @@ def bench_line(case, part):
         "{median:.2f} ({limit:.2f}, {predicted:.2f})".format(**found[mode][part])
         for mode in ("jagg", "skip", "sequential")
     ]
-    return f"| {' '.join(case.split())} | {'+'.join(map(str, found['jagg']['groups']))} | {' | '.join(cells)} |"
+    placed = ", ".join(map(str, found["jagg"]["knots"])) or "+".join(map(str, found["jagg"]["groups"]))
+    return f"| {' '.join(case.split())} | {placed} | {' | '.join(cells)} |"
 
 
 @pytest.mark.parametrize("case", BENCH_CASES)

@@ -187,6 +187,18 @@ def test_each_of_two_models_on_one_frozen_base_is_checked(load_loop):
         module.train_one_step(module.make_args(), *with_optimizer(OnBase(models.RankMask())))
 
 
+def test_a_model_that_switches_its_weights_is_checked_as_often_as_any_other(load_loop, verdicts):
+    """Three groups, and the first once more; other weights are trained at the optimizer step than at the first group."""
+    module = load_loop(FLUX)
+    install(vars(module), config=JaggConfig(schedule="joint", frac=1, group_size=5, cuts=(7,)))
+    model, optimizer = with_optimizer(models.SwitchedInside())
+    n_checks = []
+    for _ in range(7):
+        module.train_one_step(module.make_args(), model, optimizer)
+        n_checks.append(len(verdicts))
+    assert n_checks == [1, 2, 3, 4, 4, 4, 4]
+
+
 @pytest.mark.usefixtures("without_contract")
 def test_each_model_of_an_update_is_checked(load_loop):
     """Two that are trained together, the group cut between them: the second one's when both groups of the first are checked."""

@@ -74,11 +74,22 @@ HARMLESS = {
 }
 
 
+@pytest.mark.parametrize("settings", [{}, {"group_size": 2, "cuts": "3"}], ids=["", "steps alone between groups"])
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])
 @pytest.mark.parametrize("look", HARMLESS)
-def test_gradients_may_be_looked_at_and_left_as_they_are(train, look, schedule):
-    found, expected = (train(how, schedule=schedule, frac=1) for how in (HARMLESS[look], lambda model: None))
+def test_gradients_may_be_looked_at_and_left_as_they_are(train, look, schedule, settings):
+    found, expected = (train(how, schedule=schedule, frac=1, **settings) for how in (HARMLESS[look], lambda model: None))
     assert all(map(torch.equal, found, expected))
+
+
+def test_norms_are_taken_where_weights_get_gradients_and_nowhere_else(train, monkeypatch):
+    """After a sample's first loss, then before and after each joint backward but the last; other losses bring none."""
+    taken = []
+    norms = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *args: taken.append(args) or norms(*args))
+    train(lambda model: None, knots="4", schedule="joint", self_check=False)
+    n_samples, n_joint = 2, 2
+    assert len(taken) == n_samples * 2 * n_joint - 2  # the first sample finds no gradients to compare
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])

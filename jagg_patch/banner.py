@@ -38,20 +38,23 @@ def banner(trainer, config, args):
     settings = plan_settings(config) + [f"aggregation {config.aggregation}", f"schedule {config.schedule}"]
     if config.cuts:
         settings.append(f"cuts {','.join(map(str, config.cuts))}")
-    if config.skip_forwards:
-        settings.append("skip_forwards 1")
+    settings += [f"{name} 1" for name in ("skip_forwards", "retain") if getattr(config, name)]
     describe = describe_knots if config.has_knots else describe_plan
     lines = [f"{head}: {', '.join(settings)}", f"  plan: {describe(trainable, visited, groups)}"]
-    if groups:
+    if groups or config.retain:
         cost = trainer.step_cost(args)
         forwards = forwards_a_group(config.skip_forwards, config.schedule)
-        update = update_cost(visited, (), cost), update_cost(visited, groups, cost, forwards)
-        whole = [training_step_cost(visited, sampled, g, cost, forwards) for g in ((), groups)]
+        first, n_samples = trainer.first_samples(args) if config.retain else (0, 1)
+        plans = ((), cost), (groups, cost, forwards, first / n_samples)
+        update = [update_cost(visited, *plan) for plan in plans]
+        whole = [training_step_cost(visited, sampled, *plan) for plan in plans]
         lines.append(
             f"  predicted per sample, in forwards: update {update[0]:g} -> {update[1]:g} ({update[0] / update[1]:.2f}x), "
             f"with sampling {whole[0]:g} -> {whole[1]:g} ({whole[0] / whole[1]:.2f}x)"
         )
-        largest = max(len(gap) for group in groups for gap in group.gaps)
+        if config.retain:
+            lines.append(describe_retaining(first, n_samples))
+        largest = max((len(gap) for group in groups for gap in group.gaps), default=0)
         if config.skip_forwards and largest > least_forwards(config.schedule):
             lines.append(
                 f"  forwards: {describe_forwards(config, visited, groups, forwards)}, the others are estimated from the "
@@ -75,6 +78,15 @@ def banner(trainer, config, args):
                 f"groups of about {config.group_size}, and about as many for another size"
             )
     return "\n".join(lines)
+
+
+def describe_retaining(first, n_samples):
+    """How many of a rollout's samples can do without forwards, and what would make it all."""
+    more = "; a larger gradient_accumulation_steps makes it more" if first < n_samples else ""
+    return (
+        f"  retained graphs: {first} of {n_samples} samples of a rank's update come before its first optimizer step and need no "
+        f"forward, as far as memory holds their graphs, which is measured first{more}"
+    )
 
 
 def plan_settings(config):

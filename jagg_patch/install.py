@@ -66,6 +66,8 @@ class Handle:
         if config.enabled:
             require_contract(self._namespace, self._trainer.contract, config)
             self._trainer.check(self._namespace)
+            if config.retain and self._trainer.no_retaining:
+                raise JaggError(f"JAGG_RETAIN: no graphs can be retained: {self._trainer.no_retaining}\nrun without JAGG_RETAIN")
             if config.log or config.probe_every:
                 # Who writes is asked at each record: some trainers find out their rank inside `main`.
                 self._log = Log(config.log, is_checked=may_be_first_rank())

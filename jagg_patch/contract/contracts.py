@@ -24,8 +24,8 @@ class Contract:
     permuted_step: str | None = None  # the parameter of `forward` that is given the step as an element of `permutation`
     steps_optimizer: bool = False  # in the loop over steps, where accelerate counts
     parameters: dict = field(default_factory=dict)  # of functions, by name
-    skipping: dict = field(default_factory=dict)  # what skipped forwards need as well
-    plans_at_start: bool = False  # so the rollout is looked for in `skipping` alone
+    recording: dict = field(default_factory=dict)  # what is needed as well where a rollout is recorded
+    plans_at_start: bool = False  # so the rollout is looked for in `recording` alone
 
 
 DANCEGRPO = Contract(
@@ -43,7 +43,7 @@ DANCEGRPO = Contract(
         "grpo_one_step": ("transformer", "timesteps", "i", "sigma_schedule"),
         "flux_step": ("model_output",),
     },
-    skipping={
+    recording={
         "run_sample_step": (),
         "grpo_one_step": ("latents", "pre_latents"),
         "flux_step": ("latents", "prev_sample"),
@@ -72,13 +72,13 @@ FLOW_GRPO = Contract(
         "compute_log_prob": ("transformer", "sample", "j"),
         "sde_step_with_logprob": ("model_output",),
     },
-    skipping={"pipeline_with_logprob": (), "sde_step_with_logprob": ("model_output", "sample", "prev_sample")},
+    recording={"pipeline_with_logprob": (), "sde_step_with_logprob": ("model_output", "sample", "prev_sample")},
     plans_at_start=True,
 )
 WAN = replace(
     FLOW_GRPO,
     rollout="wan_pipeline_with_logprob",
-    skipping={"wan_pipeline_with_logprob": ()} | {k: v for k, v in FLOW_GRPO.skipping.items() if k != FLOW_GRPO.rollout},
+    recording={"wan_pipeline_with_logprob": ()} | {k: v for k, v in FLOW_GRPO.recording.items() if k != FLOW_GRPO.rollout},
 )
 QWEN = replace(FLOW_GRPO, parameters=FLOW_GRPO.parameters | {"init_distributed": ()})
 

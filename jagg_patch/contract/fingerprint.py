@@ -10,7 +10,7 @@ def fingerprints(text, contract, find=lambda module: None):
     """`{symbol: fingerprint}` of what the contract is about. Comments, formatting and docstrings don't count."""
     source = Source(text, find)
     found = {}
-    for name in sorted(contract.parameters | contract.skipping | {contract.loop: ()}):
+    for name in sorted(contract.parameters | contract.recording | {contract.loop: ()}):
         definition = source.definition(name)
         found[name] = fingerprint(definition) if definition is not None else None
     statements = source.hooks(contract)

@@ -44,15 +44,20 @@ def forward_passes(n_steps, groups=(), a_group=None):
     return n_steps - saved
 
 
-def update_cost(n_steps, groups=(), cost=StepCost(), forwards_a_group=None):
-    """Forward units of one trajectory's update; without groups, the unpatched trainer's. `forwards_a_group`: `a_group` above."""
-    forwards = forward_passes(n_steps, groups, forwards_a_group) + n_steps * cost.reference
+def update_cost(n_steps, groups=(), cost=StepCost(), forwards_a_group=None, retained=0.0):
+    """Forward units of one trajectory's update; without groups, the unpatched trainer's.
+
+    Args:
+        forwards_a_group: `a_group` above.
+        retained: the share of trajectories whose graphs the rollout has kept: they need no forward.
+    """
+    forwards = (1 - retained) * forward_passes(n_steps, groups, forwards_a_group) + n_steps * cost.reference
     return forwards + backward_passes(n_steps, groups) * cost.full_backward
 
 
-def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost(), forwards_a_group=None):
+def training_step_cost(n_steps, sampling_steps, groups=(), cost=StepCost(), forwards_a_group=None, retained=0.0):
     """Forward units of one trajectory's rollout (`sampling_steps` forwards) and update."""
-    return sampling_steps + update_cost(n_steps, groups, cost, forwards_a_group)
+    return sampling_steps + update_cost(n_steps, groups, cost, forwards_a_group, retained)
 
 
 def knot_probe_cost(n_steps, groups, cost=StepCost()):

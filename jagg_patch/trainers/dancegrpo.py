@@ -9,7 +9,7 @@ import torch
 from ..contract import CONTRACTS
 from ..method.cost import StepCost
 from ..errors import JaggError
-from .intercept import call_lines, require_module, require_parameters
+from .intercept import NO_RECORDS, call_lines, require_module, require_parameters
 from ..method.plan import Steps
 from ..loop.step import Step
 from . import wrap
@@ -59,10 +59,17 @@ class DanceGrpoTrainer:
         """Why knots can't be placed by noise levels under the trainer's parsed `args`, or None."""
         return None
 
+    no_retaining = None  # why graphs can't be retained, if they can't
+
     def step_cost(self, args):
         """A step's cost for the cost model, with the share of blocks under activation checkpointing."""
         checkpoints = self.always_checkpoints or args.gradient_checkpointing
         return StepCost(backward=self.backward_cost, recompute=float(args.selective_checkpointing) if checkpoints else 0.0)
+
+    def first_samples(self, args):
+        """How many of a rank's trained samples come before the first optimizer step after their rollout, and how many there are."""
+        n_samples = args.train_batch_size * (args.bestofn if self.best_of_n and args.bestofn else args.num_generations)
+        return min(args.gradient_accumulation_steps, n_samples), n_samples
 
     def start(self, namespace, begin):
         """`{name: replacement}` that calls `begin()` before the first training step, when the ranks can talk."""
@@ -119,8 +126,8 @@ class DanceGrpoTrainer:
             ),
         }
         if session.recording.is_on:
-            for function, parameters in contract.skipping.items():
-                require_parameters(namespace, function, parameters, without="JAGG_SKIP_FORWARDS=0")
+            for function, parameters in contract.recording.items():
+                require_parameters(namespace, function, parameters, without=NO_RECORDS)
             wrapped["run_sample_step"] = wrap.within(namespace["run_sample_step"], session.sampling)
         return wrapped
 

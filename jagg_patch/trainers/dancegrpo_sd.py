@@ -97,6 +97,8 @@ class StableDiffusionTrainer:
         """Why knots can't be placed by noise levels, or None."""
         return "a timestep of Stable Diffusion's scheduler isn't a noise level, as one of flow matching is"
 
+    no_retaining = "a batch of its update is of samples of several batches of the rollout, each of them at a step of its own"
+
     def step_cost(self, config):
         """A step's cost for the cost model; the UNet isn't checkpointed."""
         return StepCost(backward=1.0 if config.use_lora else 2.0, recompute=0.0)

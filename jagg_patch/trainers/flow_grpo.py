@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..contract import CONTRACTS, settings_behind_steps
 from ..method.cost import StepCost
-from .intercept import call_lines, require_class, require_parameters
+from .intercept import NO_RECORDS, all_call_lines, require_class, require_parameters
 from ..method.plan import Steps
 from ..loop.step import Step
 from . import wrap
@@ -67,12 +67,22 @@ class FlowGrpoTrainer:
         """Why knots can't be placed by noise levels under `FLAGS.config`, or None."""
         return "each rollout trains a window of its own, at other noise levels" if self._window(config) else None
 
+    no_retaining = None  # why graphs can't be retained, if they can't
+
     def step_cost(self, config):
         """A step's cost for the cost model, with the forward of the reference model."""
         checkpoints = getattr(config, self.checkpoints, False) if isinstance(self.checkpoints, str) else self.checkpoints
         return StepCost(
             backward=1.0 if config.use_lora else 2.0, recompute=float(checkpoints), reference=float(config.train.beta > 0)
         )
+
+    def first_samples(self, config):
+        """How many of a rank's trained batches come before the first optimizer step after their rollout, and how many there are.
+
+        In later passes over the same samples none do.
+        """
+        n_batches = config.sample.num_batches_per_epoch
+        return min(config.train.gradient_accumulation_steps, n_batches), n_batches * config.train.num_inner_epochs
 
     def start(self, namespace, begin):
         """`{name: replacement}` that calls `begin()` once the ranks can talk."""
@@ -99,11 +109,11 @@ class FlowGrpoTrainer:
         around_rollout = [session.rollout]
         if session.recording.is_on:
             # The rollout's solver step is that of its own module.
-            require_parameters(namespace, contract.rollout, (), without="JAGG_SKIP_FORWARDS=0")
+            require_parameters(namespace, contract.rollout, (), without=NO_RECORDS)
             pipeline = inspect.unwrap(namespace[contract.rollout]).__globals__
             for where in (namespace, pipeline):
-                for function, parameters in contract.skipping.items():
-                    require_parameters(where, function, parameters, without="JAGG_SKIP_FORWARDS=0")
+                for function, parameters in contract.recording.items():
+                    require_parameters(where, function, parameters, without=NO_RECORDS)
             for name in contract.solvers:
                 recorded = wrap.solver_step(pipeline[name], session, "sample")
                 around_rollout.append(functools.partial(wrap.replaced, pipeline, name, recorded))
@@ -117,9 +127,9 @@ class FlowGrpoTrainer:
             **wrap.solver_steps(namespace, contract.solvers, session, "sample"),
         }
         if session.retaining.is_on:
-            session.retaining.orders_samples = True
-            lines = call_lines(namespace["main"], "perm", "randperm")
-            wrapped["torch"] = wrap.torch_with_order(namespace["torch"], lines, session.retaining.ordered_samples)
+            for lines in all_call_lines(namespace["main"], "perm", "randperm"):  # the Fast trainers and Qwen-Image's have none
+                session.retaining.orders_samples = True
+                wrapped["torch"] = wrap.torch_with_order(namespace["torch"], lines, session.retaining.ordered_samples)
         if contract.rollout in namespace:  # else nothing is on that needs it
             wrapped[contract.rollout] = wrap.within(namespace[contract.rollout], *around_rollout)
         if "eval" in namespace:

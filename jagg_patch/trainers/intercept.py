@@ -13,9 +13,11 @@ from ..contract import calls_in_assignments, differences, not_one
 from ..errors import JaggError
 
 
+NO_RECORDS = "JAGG_SKIP_FORWARDS=0 JAGG_RETAIN=0"
 # To run with where a setting needs what the trainer hasn't.
 INSTEAD = {
     "skip_forwards": "JAGG_SKIP_FORWARDS=0",
+    "retain": "JAGG_RETAIN=0",
     "probe_every": "JAGG_PROBE_EVERY=0",
     "log": "JAGG_LOG unset",
     "frac": "a number as JAGG_FRAC",
@@ -93,16 +95,22 @@ def call_lines(function, variable, method):
 
     Raises `JaggError` unless there is exactly one such call.
     """
+    found = all_call_lines(function, variable, method)
+    if len(found) != 1:
+        raise changed(inspect.unwrap(function).__globals__, not_one(function.__name__, found, variable, method))
+    return found[0]
+
+
+def all_call_lines(function, variable, method):
+    """Those of all such calls."""
     function = inspect.unwrap(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except OSError:
         raise changed(function.__globals__, f"the source of {function.__name__}() can't be read") from None
+    filename, offset = function.__code__.co_filename, function.__code__.co_firstlineno - 1
     statements = calls_in_assignments(tree, variable, method)
-    if len(statements) != 1:
-        raise changed(function.__globals__, not_one(function.__name__, statements, variable, method))
-    offset = function.__code__.co_firstlineno - 1
-    return SourceLines(function.__code__.co_filename, offset + statements[0].lineno, offset + statements[0].end_lineno)
+    return [SourceLines(filename, offset + statement.lineno, offset + statement.end_lineno) for statement in statements]
 
 
 def called_from(lines):

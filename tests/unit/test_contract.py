@@ -521,7 +521,7 @@ def test_another_name_is_a_change_of_the_contract_alone(load_loop, monkeypatch, 
     names["solvers"] = tuple(renamed[name] for name in DANCEGRPO.solvers)
     parameters, skipping = (
         {renamed.get(name, name): wanted for name, wanted in wanted_of.items()}
-        for wanted_of in (DANCEGRPO.parameters, DANCEGRPO.skipping)
+        for wanted_of in (DANCEGRPO.parameters, DANCEGRPO.recording)
     )
     monkeypatch.setitem(CONTRACTS, FLUX, replace(DANCEGRPO, **names, parameters=parameters, skipping=skipping))
     assert torch.equal(gradients(module, schedule), expected)

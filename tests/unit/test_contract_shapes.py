@@ -350,13 +350,13 @@ def test_flow_grpo_s_several_solvers(load_loop, monkeypatch, skips):
     plain, config = load_loop(FLOW), JaggConfig(frac=1, skip_forwards=skips)
     handle = install(vars(plain), config=config)
     expected, skipped = run(plain, n_epochs=3)[1], handle.stats.skipped_forwards
-    needs = CONTRACTS[FLOW].skipping["sde_step_with_logprob"]
+    needs = CONTRACTS[FLOW].recording["sde_step_with_logprob"]
     contract = CONTRACTS[FLOW]
     two = replace(
         contract,
         solvers=(*contract.solvers, "other_step"),
         parameters=contract.parameters | {"other_step": ("model_output",)},
-        skipping=contract.skipping | {"other_step": needs},
+        recording=contract.recording | {"other_step": needs},
     )
     monkeypatch.setitem(CONTRACTS, FLOW, two)
     module = load_loop(FLOW, *pieces)

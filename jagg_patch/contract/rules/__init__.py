@@ -7,17 +7,19 @@ from .solver import check_solver
 
 
 # Of a trainer whose plan needs no rollout: what is known of one where it begins and ends.
-ROLLOUT = ("skip_forwards", "probe_every", "log", "frac", "knots")
+RECORDS = ("skip_forwards", "retain")
+ROLLOUT = (*RECORDS, "probe_every", "log", "frac", "knots")
 WHERE = {
-    ("skip_forwards",): "where forwards are skipped (JAGG_SKIP_FORWARDS)",
-    ROLLOUT: "where training steps are told apart (JAGG_SKIP_FORWARDS, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto, JAGG_KNOTS)",
+    RECORDS: "where forwards are left out (JAGG_SKIP_FORWARDS, JAGG_RETAIN)",
+    ROLLOUT: "where training steps are told apart (JAGG_SKIP_FORWARDS, JAGG_RETAIN, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto, "
+    "JAGG_KNOTS)",
 }
 
 
 def all_differences(source, contract):
     found = [*check_functions(source, contract, contract.parameters), *check_hook(source, contract)]
-    for name, parameters in contract.skipping.items():
-        settings = ROLLOUT if name == contract.rollout else ("skip_forwards",)
+    for name, parameters in contract.recording.items():
+        settings = ROLLOUT if name == contract.rollout else RECORDS
         found += [
             _for(settings, one)
             for one in check_functions(source, contract, {name: parameters})

@@ -27,6 +27,9 @@ def test_defaults():
         "aggregation": "interpolate",
         "skip_forwards": False,
         "offload_records": False,
+        "retain": False,
+        "retain_on": "auto",
+        "retain_gb": 0.0,
         "probe_every": 0,
         "self_check": True,
         "log": "",
@@ -60,6 +63,11 @@ def test_flag_beats_environment_beats_default():
         ("cuts", "0", "at least 1"),
         ("cuts", "5;9", "commas between"),
         ("self_check", "2", "0 or 1"),
+        ("retain", "all", "0 or 1"),
+        ("retain_on", "disk", "auto or device or host"),
+        ("retain_gb", "-1", "at least 0"),
+        ("retain_gb", "inf", "at least 0"),
+        ("retain_gb", "80GB", "at least 0"),
     ],
 )
 def test_bad_values_name_the_setting_and_what_it_takes(name, value, valid):

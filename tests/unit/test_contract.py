@@ -519,11 +519,11 @@ def test_another_name_is_a_change_of_the_contract_alone(load_loop, monkeypatch, 
     module = load_loop(FLUX, TEXT, f"{text}\n\ndef train_one_step(*args):\n    return policy_train_one_step(*args)\n")
     names = {field: renamed[getattr(DANCEGRPO, field)] for field in ("loop", "rollout", "forward")}
     names["solvers"] = tuple(renamed[name] for name in DANCEGRPO.solvers)
-    parameters, skipping = (
+    parameters, recording = (
         {renamed.get(name, name): wanted for name, wanted in wanted_of.items()}
         for wanted_of in (DANCEGRPO.parameters, DANCEGRPO.recording)
     )
-    monkeypatch.setitem(CONTRACTS, FLUX, replace(DANCEGRPO, **names, parameters=parameters, skipping=skipping))
+    monkeypatch.setitem(CONTRACTS, FLUX, replace(DANCEGRPO, **names, parameters=parameters, recording=recording))
     assert torch.equal(gradients(module, schedule), expected)
 
 
@@ -532,7 +532,7 @@ def test_what_skipped_forwards_need_is_asked_for_where_they_are_skipped(load_loo
         FLUX, DEF, DEF.replace("pre_latents", "after"), "sigma_schedule, i, pre_latents,", "sigma_schedule, i, after,"
     )
     assert verdict(module) == []
-    with pytest.raises(JaggError, match="no parameter pre_latents .* where forwards are skipped .*\n.* JAGG_SKIP_FORWARDS=0"):
+    with pytest.raises(JaggError, match="no parameter pre_latents .* where forwards are left out .*\n.* JAGG_SKIP_FORWARDS=0"):
         gradients(module, schedule, skip_forwards=True)
     assert torch.equal(gradients(module, schedule), expected)
 

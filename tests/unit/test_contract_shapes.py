@@ -411,7 +411,7 @@ ALIAS = ["def pipeline_with_logprob(", "def roll_out(", "[pipeline_with_logprob(
 def test_flow_grpo_s_rollout_may_have_another_name(load_loop):
     assert verdict(FLOW, *ALIAS) == []
     said = [str(one) for one in found(FLOW, *ALIAS)]
-    assert len(said) == 2 and all("JAGG_SKIP_FORWARDS, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto" in one for one in said)
+    assert len(said) == 2 and all("JAGG_SKIP_FORWARDS, JAGG_RETAIN, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto" in one for one in said)
     assert torch.equal(trained(load_loop, *ALIAS), trained(load_loop))
 
 
@@ -419,6 +419,7 @@ def test_flow_grpo_s_rollout_may_have_another_name(load_loop):
     ("settings", "advice"),
     [
         (dict(skip_forwards=True), "JAGG_SKIP_FORWARDS=0"),
+        (dict(retain=True), "JAGG_RETAIN=0"),
         (dict(probe_every=1), "JAGG_PROBE_EVERY=0"),
         (dict(log="log.jsonl"), "JAGG_LOG unset"),
         (dict(frac="auto"), "a number as JAGG_FRAC"),

@@ -42,6 +42,7 @@ ARGS = dict(
     gradient_accumulation_steps=4,
     gradient_checkpointing=True,
     selective_checkpointing=1.0,
+    lr=1e-5,
 )
 
 # name: (arguments that differ, JAGG settings, None for the unpatched trainer, "sorted" for it in trajectory order, how many
@@ -63,6 +64,10 @@ CELLS = {
     "fraction W=4": (dict(timestep_fraction=0.6), dict(frac=1, schedule="joint")),  # 5 of 9 steps
     "twice": (dict(timestep_fraction=0.6), {}, 2),  # 5 steps: 3, then 2 exact
     "twice probed": (dict(timestep_fraction=0.6), dict(probe_every=1, log="twice.jsonl"), 2),
+    "thrice": (dict(lr=0.0), None, 3),
+    "thrice retained": (dict(lr=0.0), dict(frac=0, retain=True), 3),  # from the third training step on
+    "thrice W=4": ({}, dict(frac=1, schedule="joint"), 3),
+    "thrice W=4 retained": ({}, dict(frac=1, schedule="joint", retain=True), 3),
 }
 ORACLES = dict.fromkeys(("W=2", "W=3", "W=4", "knots", "default"), "unpatched") | {"fraction W=4": "fraction"}
 
@@ -99,7 +104,7 @@ def main(checkout, name, out, *wanted):
         args = argparse.Namespace(**(ARGS | setup.ARGS | changes))
         restore()
         torch.manual_seed(42 + rank)
-        optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=1e-5)
+        optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=args.lr)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         handle, real_torch = None, trainer.torch
         if settings == "sorted":

@@ -175,7 +175,7 @@ class GroupProbe(Probe):
         return compare(jagg, aside.take()) if known else [math.nan] * 4
 
     def _described(self, session, forwards, plans, found):
-        n_routed = sum(len(group) > 1 for group in session.order.groups)  # the first of the run's own
+        n_routed = sum(len(group) > 1 for group in session.order.planned)  # the first of the run's own
         result = []
         for n, ((size, groups), agreements) in enumerate(zip(plans, found, strict=True)):
             rows = []

@@ -87,7 +87,7 @@ class Recorder(Watcher):
         self.forget(session)
         now = self._stats.as_dict()
         counts = {name: now[name] - self._before[name] for name in now}
-        visited, grouped = order.n_visited, [len(group) for group in order.groups if len(group) > 1]
+        visited, grouped = order.n_visited, [len(group) for group in order.planned if len(group) > 1]
         self._write(
             {
                 "training_step": self._stats.training_steps,
@@ -95,12 +95,13 @@ class Recorder(Watcher):
                 "trajectory": order.n_trajectory,
                 "visited": visited,
                 "groups": grouped,
-                "knots": knots_of(visited, order.groups),
+                "knots": knots_of(visited, order.planned),
                 "schedule": schedule,
                 "forwards_a_group": forwards_a_group(session.skipping.is_on, schedule),
                 "backward_passes": counts["backward_passes"],
                 "backward_passes_saved": counts["backward_passes_unpatched"] - counts["backward_passes"],
                 "forward_passes_saved": counts["skipped_forwards"],
+                "forwards_retained": counts["retained_forwards"],
                 "rollout_seconds": rollout_seconds,
                 "update_seconds": update_seconds - probe.seconds - self._check.seconds,
                 "probe_seconds": probe.seconds,

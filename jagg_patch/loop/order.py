@@ -8,8 +8,9 @@ from .step import Visit
 class Order:
     """The plan of an update and the order of each sample's steps.
 
-    `planner` is a `Routing`: `groups(n_steps)` are the groups that are routed, and `is_auto` says that these may change. While
-    `retaining` is on, the other steps are in groups too.
+    `planner` is a `Routing`: `groups(n_steps)` are the groups that are routed, and `is_auto` says that these may change.
+
+    planned: those. groups: the same, and while `retaining` is on, groups of the other steps too.
     """
 
     def __init__(self, planner, retaining):
@@ -17,7 +18,7 @@ class Order:
         self.forget()
 
     def forget(self):
-        self.places = self.groups = ()
+        self.places = self.groups = self.planned = ()
         self.n_trajectory = 0
         self._orders = []  # one a sample, or None: every sample's visited steps come in trajectory order
         self._sample = 0  # the first one of the batch that is being visited
@@ -31,17 +32,14 @@ class Order:
         self.route(n_visited)
         self._orders = [] if shuffled else None
 
-    def groups_of(self, n_visited):
-        groups = self.planner.groups(n_visited)
-        return with_exact_groups(n_visited, groups) if self._retaining.is_on else groups
-
     def route(self, n_visited):
-        self.groups = self.groups_of(n_visited)
+        self.planned = self.planner.groups(n_visited)
+        self.groups = with_exact_groups(n_visited, self.planned) if self._retaining.is_on else self.planned
         self.places = places(n_visited, self.groups)
 
     def group_nothing(self):
         """In this update."""
-        self.groups = ()
+        self.groups = self.planned = ()
         self.places = places(self.n_visited, ())
 
     @property

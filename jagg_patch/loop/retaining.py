@@ -106,7 +106,7 @@ class Retaining(Watcher):
             self._orders += [self._draw(n_trajectory) for _ in range(self._n_rows)]
             if n_visited < n_trajectory:  # of one row: `_decide`
                 order = self._orders[-1][:n_visited].sort().values.tolist()
-        return {order[knot] for knot in knots_of(n_visited, session.order.groups_of(n_visited))}
+        return {order[knot] for knot in knots_of(n_visited, session.order.planner.groups(n_visited))}
 
     def _draw(self, n_steps):
         """An order of the steps, as the trainer will draw it, if the rollout draws nothing from the CPU's generator.
@@ -210,7 +210,7 @@ class Retaining(Watcher):
         elif None in entries:
             why = "the update has samples or steps that the rollout hadn't"
         else:
-            for position in knots_of(order.n_visited, order.groups):
+            for position in knots_of(order.n_visited, order.planned):
                 outputs[position] = self._outputs.pop(batch_of(entries[position]), None)
             if None in outputs.values():
                 why = self._why_none or "the update has other batches, or needs other steps, than the rollout was asked for"
@@ -286,7 +286,7 @@ class Retaining(Watcher):
         elif self.stand_in.has_reference:
             self._doubts("the training forward calls the model for an output without a gradient too (a reference's?)")
         self._doubts(self._engine.no_retaining)
-        n_knots = len(knots_of(order.n_visited, order.groups))
+        n_knots = len(knots_of(order.n_visited, order.planned))
         graph, free = session.schedule.graph_bytes, free_bytes()
         if session.schedule.name == "auto":
             free -= joint_excess(self._engine.model, graph)  # which it may take

@@ -1,6 +1,7 @@
 """Retained graphs on a loop of DanceGRPO's shape: the gradients of own forwards, and of the unpatched loop, without forwards."""
 
 import gc
+import json
 import weakref
 from types import SimpleNamespace
 
@@ -77,6 +78,25 @@ def test_the_ratio_before_the_first_optimizer_step_is_exactly_one(load_loop):
     first = N_FIRST * N_STEPS
     epochs = [ratios[start : start + N_SAMPLES * N_STEPS] for start in range(0, len(ratios), N_SAMPLES * N_STEPS)]
     assert all(set(epoch[:first]) == {1.0} and 1.0 not in epoch[first:] for epoch in epochs[1:])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_log_has_the_plan_of_own_forwards_and_how_many_were_retained(load_loop, plan, tmp_path):
+    """The probe measures a sample that is retained, and gets what it gets of one that isn't."""
+    pieces, records = ONE_BY_ONE + IN_ORDER, {}
+    for name, settings in {"own": {}, "retained": dict(retain=True)}.items():
+        log = tmp_path / f"{name}.jsonl"
+        run(load_loop(FLUX, *pieces), PLANS[plan] | settings | dict(log=log, probe_every=1, schedule="sequential"))
+        records[name] = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record.pop("forwards_retained") for record in records["retained"]] == [0, *[N_FIRST * N_STEPS] * 3]
+    assert [record.pop("forwards_retained") for record in records["own"]] == [0] * 4
+    for own, retained in zip(records["own"], records["retained"], strict=True):
+        for name in ("training_step", "frac", "visited", "groups", "knots", "backward_passes"):
+            assert retained[name] == own[name]
+        for entry, expected in zip(retained["probe"], own["probe"], strict=True):
+            assert entry.keys() == expected.keys()
+            for found, wanted in zip(entry.get("groups", [entry]), expected.get("groups", [expected]), strict=True):
+                assert found["cosine"] == pytest.approx(wanted["cosine"], abs=1e-4)
 
 
 # -- orders

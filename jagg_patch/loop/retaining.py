@@ -194,7 +194,7 @@ class Retaining(Watcher):
     def step_begins(self, session, visit):
         if not self.is_on or visit.place.position:
             return
-        self._n_rows = len(visit.indices)
+        self._n_rows = len(visit.step.latents)  # of one index where the trainer's loop has one for the batch
         is_due = self._n_seen < self._n_used and not self._is_refused
         self.sample = self._find(session, visit) if is_due else None
         if self.is_watching:
@@ -329,8 +329,9 @@ class Retaining(Watcher):
         self._say(
             f"JAGG: graphs of {held} samples of each rollout are retained from here on, {self._n_on_device} on the device and "
             f"{held - self._n_on_device} in the host's memory: {in_gb(a_sample)} each\n"
-            f"  {could} of an update's {n_seen} come before its first optimizer step; on the fullest rank {in_gb(on_device)} are "
-            f"free on the device, and {in_gb(on_host)} of the host's may be taken"
+            f"  {n_first} of an update's {n_seen} come before its first optimizer step"
+            f"{f', {n_first - could} of them run their own forwards for DDP' if could < n_first else ''}; on the fullest rank "
+            f"{in_gb(on_device)} are free on the device, and {in_gb(on_host)} of the host's may be taken"
         )
 
     def _versions_now(self):

@@ -184,9 +184,9 @@ def groups_of(knots):
 def with_exact_groups(n_steps, groups):
     """`groups`, and such of knots alone for the steps that they leave out; a step alone goes to its neighbours' group."""
     found = [place.position for place in places(n_steps, groups) if place.is_exact]
-    runs = [Group(tuple(run)) for run in _runs(found)]
+    runs = [Group(tuple(run)) for run in _runs(found)]  # those of one step are in there
     whole = []
-    for group in sorted((*groups, *runs), key=lambda group: group.start):
+    for group in sorted((*(group for group in groups if len(group) > 1), *runs), key=lambda group: group.start):
         if whole and 1 in (len(group), len(whole[-1])):
             group = Group(whole.pop().knots + group.knots)
         whole.append(group)

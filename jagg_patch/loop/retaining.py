@@ -12,6 +12,7 @@ import math
 from bisect import bisect
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,21 @@ from .weights import hides_weights, is_of
 
 MOST_UNUSED = 3  # updates in a row
 HOST_SHARE = 0.5  # of a rank's share of what is available
+
+
+class Measured(NamedTuple):
+    """What the first updates have shown, of all ranks the least, and of graphs the largest.
+
+    n_seen, n_first, n_sampled: samples of an update, of those before its first optimizer step, and of its rollout.
+    graph, on_device, on_host: bytes of a step's graph, and what may be taken.
+    """
+
+    n_seen: int
+    n_first: int
+    n_sampled: int
+    graph: int
+    on_device: int
+    on_host: int
 
 
 class Retaining(Watcher):
@@ -51,6 +67,8 @@ class Retaining(Watcher):
         self._n_updates = 0  # optimizer steps so far
         self.has_compared = False  # whether all of a rollout's outputs are the training forwards'
         self._n_rows = self._plan = None  # of a training batch; its n_trajectory, n_visited and whether orders are drawn
+        self._measured = None  # once these are known
+        self._n_knots = 0  # of a sample, with which the number of samples was chosen
         self._syncs = []  # of the samples before an optimizer step, whether they sync what their own forwards have to prepare
         self._n_first = None  # samples before the first optimizer step
         self._is_in_order = True  # whether the update takes the rollout's samples one after the other
@@ -76,6 +94,8 @@ class Retaining(Watcher):
     @contextmanager
     def batch(self, session):
         """Around the rollout of a batch."""
+        if self.is_on and self._measured is not None and self._recording.is_recording and self._recording.records.n_batches == 1:
+            self._follow_plan(session)
         place = self._place(self._recording.records.n_samples)
         if not (self.is_on and self._recording.is_recording and 0 <= place < self._n_retained):
             yield
@@ -93,6 +113,13 @@ class Retaining(Watcher):
             self._forward_ends()
             torch.set_grad_enabled(before)
             self._steps = ()
+
+    def _follow_plan(self, session):
+        """Under `auto` samples may come to have more knots than memory was reckoned for."""
+        _, n_visited, _ = self._plan
+        n_knots = len(knots_of(n_visited, session.order.planner.groups(n_visited)))
+        if n_knots > self._n_knots:
+            self._choose(self._measured, n_knots)
 
     def _place(self, number):
         """Of the rollout's sample of that number among those that may be retained: the first, or the last if it orders them."""
@@ -300,15 +327,13 @@ class Retaining(Watcher):
             self._say(f"JAGG: no graphs are retained from here on: rank {rank}: {doubt}")
         elif min(updates) >= MEASURED_UPDATES:
             self.is_watching, self.has_compared, self._is_in_order = False, True, all(in_order)
-            self._choose(*map(min, zip(*samples, strict=True)), max(graphs) * n_knots, min(frees), min(hosts))
+            self._measured = Measured(*map(min, zip(*samples, strict=True)), max(graphs), min(frees), min(hosts))
+            self._choose(self._measured, n_knots)
 
-    def _choose(self, n_seen, n_first, n_sampled, a_sample, on_device, on_host):
-        """How many samples are retained, and where.
-
-        Args:
-            n_seen, n_first, n_sampled: samples of an update, of those before its first optimizer step, and of its rollout.
-            a_sample, on_device, on_host: bytes of a sample's graphs, and what may be taken.
-        """
+    def _choose(self, measured, n_knots):
+        """How many samples, of so many knots each, are retained, and where."""
+        n_seen, n_first, n_sampled, graph, on_device, on_host = measured
+        self._n_knots, a_sample = n_knots, graph * n_knots
         could = n_first - (self._n_rows if self._engine.prepares_sync_in_forward else 0)  # the one that may sync
         self._n_sampled, is_known = n_sampled, self._is_in_order or self.orders_samples
         wanted = could if is_known else n_sampled  # any of them may come first

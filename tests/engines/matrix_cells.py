@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent / "loop"))
 import train_grpo_flux as loop  # noqa: E402
 
 BLOCKS = (FluxTransformerBlock, FluxSingleTransformerBlock)
-ARGS = dict(n_samples=N_SAMPLES, sampling_steps=9, timestep_fraction=0.75, eta=0.7, shift=3.0, clip_range=0.2, rollout_batch=None)
+ARGS = dict(n_samples=N_SAMPLES, sampling_steps=9, timestep_fraction=0.75, eta=0.7, shift=3.0, clip_range=0.2)
 TINY_FLUX = dict(
     patch_size=1,
     in_channels=loop.CHANNELS,

@@ -6,6 +6,7 @@ usage: torchrun ... memory_cells.py OUT; writes OUT/rank{N}.pt and prints a tabl
 import argparse
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +20,8 @@ from matrix import ENGINES, Cell, Engine
 
 import jagg_patch.loop.schedule
 from jagg_patch import JaggConfig, install
+from jagg_patch.loop.retaining import Retaining
+from jagg_patch.loop.schedule import MEASURED_UPDATES
 
 loop = matrix_cells.loop
 # Blocks of one shape. A block's weights and what its forward keeps are of one size, and the model output is next to nothing.
@@ -85,6 +88,31 @@ def predicted_excess(engine):
     return found[0]
 
 
+def retained(engine, repeats):
+    """What the graphs of a rollout's two samples are said to take, in bytes, and the peaks of training steps that retain them."""
+    said, choose = [], Retaining._choose
+
+    def noted_choose(retaining, measured, n_knots):
+        choose(retaining, measured, n_knots)
+        said.append(retaining._n_retained * n_knots * measured.graph)
+
+    settings = dict(group_size=3, frac=1, schedule="sequential", self_check=False, retain=True, retain_on="device")
+    handle, args = install(vars(loop), config=JaggConfig(**settings)), argparse.Namespace(**vars(ARGS), rollout_batch=1)
+
+    def step():
+        torch.manual_seed(dist.get_rank())
+        engine.optimizer.zero_grad()
+        loop.train_one_step(args, engine)
+
+    try:
+        with patch.object(Retaining, "_choose", noted_choose):
+            for _ in range(MEASURED_UPDATES):
+                step()
+        return said[0], *peaks(step, repeats)
+    finally:
+        handle.uninstall()
+
+
 def measure(name, cell):
     """Bytes: all weights, the prediction, and the peak of each measure and schedule, after what engines do once only."""
     engine = matrix_cells.build(name, cell, 1)
@@ -94,16 +122,18 @@ def measure(name, cell):
         for schedule, settings in SCHEDULES.items():
             if cell.checkpointing and "checked" in schedule:
                 continue  # the self-check's one graph is small then
-            record["saved"][schedule], record["allocated"][schedule] = peaks(engine, settings, REPEATS[name])
+            record["saved"][schedule], record["allocated"][schedule] = peaks(partial(train, engine, settings), REPEATS[name])
+    if name != "DDP":  # which reduces after each of the loop's steps
+        record["retained"] = retained(engine, REPEATS[name])
     return record
 
 
-def peaks(engine, settings, repeats):
+def peaks(step, repeats):
     found = []
     while len(found) < repeats and not (len(found) > 1 and alike_everywhere(*found)):
         saved, allocated = Saved(), Allocated()
         with allocated.watching(), saved.watching():
-            train(engine, settings)
+            step()
         found.append((saved.peak, allocated.peak))
     return map(min, zip(*found, strict=True))
 

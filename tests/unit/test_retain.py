@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from test_skip import keep_gradients, make_model
 from torch.testing import assert_close
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.install import Handle
 from jagg_patch.loop.recording import Recording
 from jagg_patch.loop.retaining import Retaining
 
@@ -159,6 +161,31 @@ def test_every_step_comes_equally_often_and_no_sample_s_order_depends_on_another
     assert (visited.mean(0) - share).abs().max() < 4 * spread / n**0.5
     first, second = visited.view(n_rollouts, 4, 15)[:, 0] - share, visited.view(n_rollouts, 4, 15)[:, 1] - share
     assert (first.T @ second / n_rollouts).abs().max() < 4.5 * spread**2 / n_rollouts**0.5
+
+
+# -- memory
+
+
+def test_where_samples_come_to_have_more_knots_fewer_are_retained(load_loop, monkeypatch, capsys):
+    made = []
+
+    class Noted(Retaining):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(sys.modules[Handle.__module__], "Retaining", Noted)
+    settings, n_knots = dict(frac=1, retain=True), 8  # in four groups
+    run(load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER), settings)
+    graph = made[0]._measured.graph
+    run(load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER), settings | dict(retain_gb=(2 * n_knots + 0.5) * graph / 1e9))
+    said, retaining = capsys.readouterr().out, made[1]
+    assert said.count("JAGG: graphs of 2 samples of each rollout are retained") == 2 and retaining._n_retained == 2
+    exact = SimpleNamespace(order=SimpleNamespace(planner=SimpleNamespace(groups=lambda n_steps: ())))
+    retaining._follow_plan(exact)
+    retaining._follow_plan(exact)
+    assert capsys.readouterr().out.count("JAGG: graphs of 1 samples of each rollout are retained") == 1
+    assert retaining._n_retained == 1 and retaining.is_on
 
 
 # -- when it can't

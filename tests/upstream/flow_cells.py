@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.contract import CONTRACTS
+from jagg_patch.loop.retaining import Retaining
 from jagg_patch.trainers.intercept import ForwardingModule
 
 LOOP = Loop(
@@ -110,6 +111,10 @@ WINDOW_SKIPS = {
     "window 0 W=4": ({"sample.sde_window_size": 0}, dict(frac=1, schedule="joint")),
 }
 
+# Runs of two epochs that retain graphs in the second one, with four batches and two optimizer steps in each.
+RETAINED_BATCHES = 4
+RETAINED = {"exact": dict(frac=0), "groups": dict(group_size=3, frac=1, schedule="joint")}
+
 # Runs of two epochs with upstream's own evaluation before each, and two optimizer steps in each.
 EPOCHS = {"train.num_inner_epochs": 2, "sample.eval_num_steps": 2, "sample.test_batch_size": 8}
 
@@ -122,6 +127,38 @@ def end_after_one_epoch(pipeline, test_dataloader, text_encoders, tokenizers, co
     """In the place of the trainer's evaluation."""
     if global_step:
         raise OneEpochIsOver
+
+
+@contextmanager
+def noted_orders():
+    """A list of the orders of samples that retaining has the trainer go by inside, one a rollout."""
+    orders, ordered = [], Retaining.ordered_samples
+
+    def noted(retaining, permutation):
+        orders.append(ordered(retaining, permutation))
+        return orders[-1]
+
+    Retaining.ordered_samples = noted
+    try:
+        yield orders
+    finally:
+        Retaining.ordered_samples = ordered
+
+
+@contextmanager
+def given_orders(orders):
+    """Inside, the trainer's own order of a rollout's samples, the one permutation without a generator, is the next of `orders`."""
+    left, randperm = list(orders), torch.randperm
+
+    def given(n, *args, **kwargs):
+        drawn = randperm(n, *args, **kwargs)
+        return left.pop(0) if left and "generator" not in kwargs and n == len(left[0]) else drawn
+
+    torch.randperm = given
+    try:
+        yield
+    finally:
+        torch.randperm = randperm
 
 
 @contextmanager
@@ -348,6 +385,29 @@ def main(checkout, name, out):
         trainer.evaluate = evaluate
         return comparison(skipped, full) | {"evaluations": evaluations, "recorded": len(recorded)}
 
+    def retained_epochs():
+        """`{settings: what the tests need of a run that retains, and of its difference to own forwards in the same order}`."""
+        n_prompts, found = n_ranks * RETAINED_BATCHES, {}
+        changes = EPOCHS | {
+            "train.num_inner_epochs": 1,
+            "sample.num_batches_per_epoch": RETAINED_BATCHES,
+            "sample.unique_prompt_per_epoch": n_prompts,
+            "sample.unique_sample_per_epoch": n_prompts,
+        }
+        for name, settings in RETAINED.items():
+            with noted_orders() as orders:
+                retained = run(changes, settings | dict(retain=True), n_updates=4)
+            with given_orders(orders):
+                own = run(changes, settings if name != "exact" else None, n_updates=4)
+            found[name] = {
+                "errors": [relative_error(*pair) for pair in zip(retained["gradients"], own["gradients"], strict=True)],
+                "orders": [order.tolist() for order in orders],
+                "fewer": own["forwards"] - retained["forwards"],
+                "retained": retained["stats"]["retained_forwards"],
+                "alike": torch.equal(retained["rng"], own["rng"]) and retained["passes"] == own["passes"],
+            }
+        return found
+
     def refused_starts():
         """`{what: the message}` of starts that JAGG refuses."""
         messages = {}
@@ -387,10 +447,12 @@ def main(checkout, name, out):
             ]
     skipped = skips(run, (WINDOW_SKIPS if setup.TRAINS_WINDOW else SKIPS) | getattr(setup, "SKIPS", {}), records)
     epochs = skipped_epochs() if getattr(setup, "SKIPS_EPOCHS", False) else None
+    retained = retained_epochs() if getattr(setup, "RETAINS", True) else None
     probes = probed_records()
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
     found = {"cells": records, "sources": sources, "refusals": messages, "skips": skipped, "epochs": epochs, "probes": probes}
+    found["retained"] = retained
     torch.save(found, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -191,6 +191,29 @@ def test_evaluations_are_not_recorded_and_find_nothing_kept(ranks):
         assert found["evaluations"] == [(0, 0)] * 2 and found["recorded"] == 2 * N_BATCHES * 10
 
 
+@pytest.mark.parametrize("settings", ["exact", "groups"])
+def test_retained_graphs_give_the_gradients_of_own_forwards(ranks, settings):
+    """In the second of two epochs, of a batch that comes before the first optimizer step and isn't the one that syncs.
+
+    A single rank syncs at every step, so it retains none.
+    """
+    calls, n_steps = MODEL_CALLS.get(ranks[0]["trainer"], 1), 3 if ranks[0]["trainer"].endswith("fast") else 9
+    n_retained = n_steps * (len(ranks) > 1)
+    for found in (rank["retained"][settings] for rank in ranks):
+        assert (found["retained"], found["fewer"]) == (n_retained, n_retained * calls)
+        assert max(found["errors"][:3]) <= 1e-6 and found["alike"]
+
+
+def test_the_order_of_samples_is_kept_to_batches_of_the_rollout_and_begins_with_a_retained_one(ranks):
+    if not any(rank["retained"]["exact"]["orders"] for rank in ranks):
+        pytest.skip("this trainer takes a rollout's samples as they come")
+    for rank in ranks:
+        watched, retained = rank["retained"]["exact"]["orders"]
+        for order in watched, retained:
+            assert sorted(order[::2]) == [0, 2, 4, 6] and order[1::2] == [number + 1 for number in order[::2]]
+        assert len(ranks) == 1 or retained[0] == 6
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

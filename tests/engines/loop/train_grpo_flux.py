@@ -55,7 +55,7 @@ def sample_reference_model(args, transformer, *embeds):
     linear = torch.linspace(1, 0, args.sampling_steps + 1)
     sigmas = args.shift * linear / (1 + (args.shift - 1) * linear)
     z = torch.randn(args.n_samples, N_TOKENS, CHANNELS)
-    batches = zip(*(tensor.split(args.rollout_batch or len(z)) for tensor in (z, *embeds)), strict=True)
+    batches = zip(*(tensor.split(getattr(args, "rollout_batch", len(z))) for tensor in (z, *embeds)), strict=True)
     with torch.no_grad():
         found = [run_sample_step(args, part, sigmas, transformer, rest) for part, *rest in batches]
     latents, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -1,4 +1,5 @@
-"""Time JAGG on this machine, in one process and in turns: exact, JAGG, JAGG with skipped forwards, JAGG's sequential schedule.
+"""Time JAGG on this machine, in one process and in turns: exact, JAGG, JAGG with skipped forwards, JAGG's sequential schedule,
+and both with graphs retained from the rollout.
 
 The loop has DanceGRPO's shape, and JAGG's own wrappers are on it. It rolls out and trains one sample, without reward and
 optimizer, on a model with random weights: by default a Flux that is small enough for two CPU cores. Beside each measured ratio
@@ -17,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_loop import Meter  # noqa: E402
 from bench_models import ALL, ALL_KNOTS, MODELS, build  # noqa: E402
-from bench_rows import MODES, NAMES, PARTS, Row, call_seconds, cases, describe, measure  # noqa: E402
+from bench_rows import MODES, NAMES, OF_EXACT, PARTS, Row, call_seconds, cases, describe, measure  # noqa: E402
 from results import command_line, made_by, make_folder  # noqa: E402
 
 from jagg_patch.errors import JaggError  # noqa: E402
@@ -65,7 +66,7 @@ def plot(results, path):
     for axis, part in zip(axes, PARTS, strict=True):
         for number, mode in enumerate(list(MODES)[1:]):
             chosen = [row for row in rows if row["mode"] == mode]
-            y = [names.index(row["row"][:29]) + 0.27 * (number - 1) for row in chosen]
+            y = [names.index(row["row"][:29]) + 0.17 * (number - 2) for row in chosen]
             x, low, high, limit, model = (
                 [row[part][key] for row in chosen] for key in ("median", "q1", "q3", "limit", "predicted")
             )
@@ -128,7 +129,7 @@ def run(args):
         Row(case, mode, model, meter, settings)
         for case in (cases(ALL, ALL_KNOTS) if args.all else cases(known.cases, known.knots))
         for mode in MODES
-        if (mode == "exact") != bool(case.groups)
+        if (mode in OF_EXACT) != bool(case.groups)
     ]
     budget = known.seconds if args.seconds is None else args.seconds
     rows, rounds = measure(planned, budget, known.least_rounds, args.rounds or 10**6, name != "small")

@@ -70,6 +70,8 @@ def train_one_step(args, transformer):
         with args.meter.timing("backward"):
             loss.backward()
         loss.item()
+    if args.optimizer is not None:
+        args.optimizer.step()
 
 
 LOOP = (flux_step, run_sample_step, sample_reference_model, grpo_one_step, train_one_step)

@@ -15,6 +15,7 @@ from jagg_patch.errors import JaggError
 from jagg_patch.evidence.log import now
 from jagg_patch.evidence.stats import Stats
 from jagg_patch.install import make_session
+from jagg_patch.loop.schedule import MEASURED_UPDATES
 from jagg_patch.method.cost import StepCost, backward_passes, forward_passes, training_step_cost, update_cost
 from jagg_patch.method.plan import forwards_a_group, knots_of, plan_groups
 
@@ -23,9 +24,13 @@ MODES = {
     "jagg": {"schedule": "joint"},
     "skip": {"schedule": "joint", "skip_forwards": True},
     "sequential": {"schedule": "sequential"},
+    "retain": {"schedule": "joint", "retain": True},
+    "exact, retain": {"frac": 0, "schedule": "sequential", "retain": True},
 }
+OF_EXACT = "exact", "exact, retain"  # modes of cases without groups
 AS_LATER = {"self_check": False}  # a run's is over after its first optimizer steps; here none comes, so it would go on
-NAMES = {"exact": "exact", "jagg": "JAGG", "skip": "JAGG, skipped", "sequential": "sequential"}
+NAMES = {"exact": "exact", "jagg": "JAGG", "skip": "JAGG, skipped", "sequential": "sequential", "retain": "JAGG, retained"}
+NAMES["exact, retain"] = "exact, retained"
 PARTS = ("update", "training_step")
 
 
@@ -96,10 +101,13 @@ class Row:
             case.groups,
             StepCost(recompute=RECOMPUTE[case.checkpointing]),
             forwards_a_group(config.skip_forwards, config.schedule),
+            float(config.retain),
         )
         update, training_step = update_cost(case.visited, *plan), training_step_cost(case.visited, self.sampled, *plan)
         self.predicted = {"update": update, "training_step": training_step}  # in forwards
-        self.passes = forward_passes(case.visited, case.groups, plan[-1]), backward_passes(case.visited, case.groups)
+        self.passes = forward_passes(case.visited, case.groups, plan[2]), backward_passes(case.visited, case.groups)
+        self.is_retained = config.retain
+        self.n_warm_ups = MEASURED_UPDATES if config.retain else int(config.skip_forwards)
         self._model, self._meter = model, meter
         self._args = types.SimpleNamespace(**settings, meter=meter)
         self._args.sampling_steps, self._args.timestep_fraction = self.sampled, case.steps[1]
@@ -117,6 +125,8 @@ class Row:
         if self.is_out_of_memory:
             return None
         self._own_seconds.clear()
+        # What retaining measures ends with an optimizer step.
+        self._args.optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0) if is_warm_up and self.is_retained else None
         try:
             set_checkpointing(self._model, RECOMPUTE[self.case.checkpointing])
             for parameter in self._model.parameters():
@@ -135,9 +145,10 @@ class Row:
             return None
         taken = self._meter.seconds | {"training_step": sum(self._meter.seconds.values())}
         if not is_warm_up:  # of a run's first update, which runs all forwards to compare them with the rollout's
-            if self._meter.passes != self.passes:
+            planned = (0, self.passes[1]) if self.is_retained else self.passes
+            if self._meter.passes != planned:
                 raise JaggError(
-                    f"{self}: an update took {self._meter.passes} forwards and backward passes, planned were {self.passes}\n"
+                    f"{self}: an update took {self._meter.passes} forwards and backward passes, planned were {planned}\n"
                     "its time would say nothing: please report this"
                 )
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
@@ -157,12 +168,12 @@ def measure(rows, seconds, least, most, drops):
         first = rows[0].train(is_warm_up=True)
     if first and drops:
         left = (seconds - now() + began) * rows[0].predicted["training_step"] / first  # in forwards
-        while sum(row.predicted["training_step"] * (least + (row.mode == "skip")) for row in rows) > left and len(rows) > 2:
+        while sum(row.predicted["training_step"] * (least + row.n_warm_ups) for row in rows) > left and len(rows) > 2:
             rows.pop()
     rounds, longest, draw = 0, 0.0, random.Random(0).random
     with tqdm(desc="training steps", total=len(rows) * least) as progress:
         for row in rows:
-            if row.mode == "skip":
+            for _ in range(row.n_warm_ups):
                 row.train(is_warm_up=True)
         while rounds < most and (rounds < least or now() - began + longest < seconds):
             round_began, place = now(), defaultdict(draw)
@@ -187,6 +198,10 @@ def call_seconds(rows):
 def least_seconds(row, seconds):
     """Of the update and of the training step, if forwards and backward passes take `seconds` and nothing else any."""
     forwards, backwards = row.passes
+    if row.is_retained:  # the rollout records
+        update = backwards * seconds["backward"]
+        rollout = backwards * seconds["recorded"] + (row.sampled - backwards) * seconds["unrecorded"]
+        return {"update": update, "training_step": update + rollout}
     update = backwards * (seconds["recorded"] + seconds["backward"]) + (forwards - backwards) * seconds["unrecorded"]
     return {"update": update, "training_step": update + row.sampled * seconds["unrecorded"]}
 
@@ -197,7 +212,8 @@ def describe(row, exact, seconds):
     entry = {"row": str(row), "mode": row.mode, "checkpointing": case.checkpointing, "trainable": case.steps[0]}
     entry |= {"visited": case.visited, "group_sizes": case.group_sizes, "frac": case.frac, "groups": list(map(len, case.groups))}
     entry["knots"] = case.knots if case.n_knots else ()
-    entry |= {"forwards": row.passes[0], "backward_passes": row.passes[1], "out_of_memory": row.is_out_of_memory}
+    forwards = 0 if row.is_retained else row.passes[0]
+    entry |= {"forwards": forwards, "backward_passes": row.passes[1], "out_of_memory": row.is_out_of_memory}
     entry |= {f"{part}_seconds": [taken[part] for taken in row.taken] for part in ("rollout", *PARTS)}
     entry["peak_bytes"] = max((taken["peak_bytes"] or 0 for taken in row.taken), default=0) or None
     own = [step for taken in row.taken for step in taken["own"]]

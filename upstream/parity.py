@@ -3,7 +3,7 @@
 `python upstream/parity.py OUT` runs the trainer's own script once an arm and seed, then, to time the arms side by side, in short
 runs in turn: about three quarters of an hour on two otherwise idle cores; called again, it goes on where it was cut off. It
 writes `groups.json` and `groups.png` to OUT. `--arms knots` compares knots with groups at as many backward passes, and takes
-twice as long.
+twice as long; `--arms retained` compares retained graphs with the trainer's own forwards.
 """
 
 import argparse
@@ -33,6 +33,7 @@ FINAL = 10  # training steps at the end that "final reward" averages over
 TRAILING = 5  # training steps that a curve is smoothed over before it is asked when it has reached something
 SHARE = 0.9  # of the baseline's gain
 TIMED_STEPS, ROUNDS = 6, 4  # training steps of a timed run, and timed runs of each arm
+WARM_UPS = 2  # of the training steps: then retaining has begun, and the schedule is chosen
 AS_LATER = {"JAGG_SELF_CHECK": "0"}  # of a timed run, so that its few steps are as those after a run's first ones
 
 
@@ -51,10 +52,8 @@ class Arm:
     def cost(self):
         """Forwards of one sample, rollout included."""
         config = JaggConfig.from_env(self.jagg)
-        groups = plan_groups(self.visited, config)
-        return training_step_cost(
-            self.visited, SAMPLED, groups, forwards_a_group=forwards_a_group(config.skip_forwards, config.schedule)
-        )
+        groups, skipped = plan_groups(self.visited, config), forwards_a_group(config.skip_forwards, config.schedule)
+        return training_step_cost(self.visited, SAMPLED, groups, forwards_a_group=skipped, retained=float(config.retain))
 
 
 OFF = {"JAGG_ENABLED": "0"}
@@ -79,7 +78,17 @@ KNOTS = {
     "9 of 15 steps, 5 knots": Arm({"JAGG_KNOTS": "5"}),
     "9 of 15 steps, 4 knots": Arm({"JAGG_KNOTS": "4"}),
 }
-ARMS = {"groups": GROUPS, "knots": KNOTS}  # of each, the first is the baseline
+RETAIN = {"JAGG_RETAIN": "1"}  # the script takes one optimizer step a rollout, so of all samples
+RETAINED = {
+    "9 of 15 steps, no JAGG": Arm(OFF),
+    "9 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}),
+    "frac 0.6, retained": Arm(RETAIN),
+    "all 15 steps, no JAGG": Arm(OFF, 15),
+    "15 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}, 15),
+    "15, 5 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "5"}, 15),
+    "15, 4 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "4"}, 15),
+}
+ARMS = {"groups": GROUPS, "knots": KNOTS, "retained": RETAINED}  # of each, the first is the baseline
 
 
 def first_reaching(rewards, level):
@@ -109,7 +118,7 @@ def compare(arms, runs, timed):
     level = start + SHARE * (float(np.mean(finals[baseline])) - start)
     results = {"reward_before": start, "level": level, "arms": {}}
     for arm, curves in rewards.items():
-        low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[1:]])  # the first one warms up
+        low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[WARM_UPS:]])
         reached = [step for step in (first_reaching(curve, level) for curve in curves) if step]
         steps = mean_and_error(reached)
         differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[baseline], strict=True)]

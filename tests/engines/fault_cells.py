@@ -128,20 +128,27 @@ def live_tensors():
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
+SOAKS = {
+    "sequential": dict(schedule="sequential"),
+    "joint": dict(schedule="joint"),
+    "retained": dict(schedule="joint", retain=True),
+}
+
+
 def soaks(out):
     mini, device, records = load_loop("upstream/mini/fastvideo"), torch.device("cpu"), {}
     args = argparse.Namespace(**MINI)
     transformer = mini.build_transformer(args, device)
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=args.learning_rate)
     loader = mini.prompts(args, dist.get_rank(), dist.get_world_size())
-    for schedule in ("sequential", "joint"):
-        handle = install(vars(mini), config=JaggConfig(schedule=schedule, frac=1, group_size=3))
+    for name, settings in SOAKS.items():
+        handle = install(vars(mini), config=JaggConfig(**settings, frac=1, group_size=3))
         sizes = []
         for step in range(TRAINING_STEPS):
             mini.train_one_step(args, device, transformer, optimizer, loader)
             if step in (WARM_UP, TRAINING_STEPS - 1):
                 sizes.append({"tensors": live_tensors(), "resident": resident_bytes()})
-        records[schedule] = {"sizes": sizes, "groups": handle.stats.groups}
+        records[name] = {"sizes": sizes, "groups": handle.stats.groups, "retained": handle.stats.retained_forwards}
         handle.uninstall()
     torch.save(records, Path(out, f"rank{dist.get_rank()}.pt"))
 

@@ -49,7 +49,7 @@ MINI = dict(
     adv_clip_max=5.0,
     sampler_seed=0,
 )
-WARM_UP, TRAINING_STEPS = 15, 60  # in each schedule
+WARM_UP, TRAINING_STEPS = 15, 70  # of each run
 
 
 def load_loop(folder):

@@ -65,6 +65,17 @@ def test_the_self_check_takes_no_more_than_the_training_step(engine_records, sch
         assert record["allocated"][f"{schedule}, checked"] < record["allocated"][schedule] + block / 4
 
 
+def test_retained_graphs_take_what_is_said(engine_records):
+    """Autograd keeps them and no more; beside them are the records of the rollout, and the weights' gradients as ever."""
+    (engine, _), records = engine_records
+    if engine == "DDP":
+        pytest.skip("it reduces after each of the loop's steps here, so that none are retained")
+    for record in records:
+        said, saved, allocated = record["retained"]
+        assert 0.95 * said <= saved <= said + record["saved"]["sequential"]
+        assert allocated <= record["allocated"]["sequential"] + 1.05 * said
+
+
 def test_the_prediction_that_auto_uses_is_safe_and_not_far_off(engine_records):
     """It is the sum of what of equal blocks takes the larger part: twice too much at most."""
     (engine, label), records = engine_records

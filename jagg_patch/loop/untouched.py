@@ -11,7 +11,7 @@ from ..errors import JaggError
 from .watcher import Watcher
 
 
-SAMPLED = 16  # gradients
+SAMPLED = 4  # gradients
 
 
 class Untouched(Watcher):
@@ -82,7 +82,7 @@ class Untouched(Watcher):
         # One that has no gradient has had it moved away: by the loop, or by FSDP1 during another forward.
         self._is_stale |= gradients.keys() != self._left.keys()
         if not all_of_them:
-            every = max(math.ceil(len(gradients) / SAMPLED), 1)
+            every = math.ceil(len(gradients) / SAMPLED) | 1  # odd: of two in turn, as a LoRA's, one is zero at first
             gradients = dict(islice(gradients.items(), self._turn % every, None, every))
             self._turn += 1
         now = self._norms(gradients)

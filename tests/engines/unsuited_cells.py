@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from engines import Zero1, Zero1Bf16, Zero3, fully_shard
 from observe import self_checks
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from unit import models
 
@@ -36,15 +36,20 @@ def load(path):
 loop = load(LOOP)
 
 N_RANKS = 2
+ORIGINAL = dict(device_id=torch.device("cpu"), use_orig_params=True)
 ENGINES = {
     "none": lambda model: model,
     "DDP": DistributedDataParallel,
     "DDP, no broadcast": partial(DistributedDataParallel, broadcast_buffers=False),
     "DDP, unused": partial(DistributedDataParallel, find_unused_parameters=True),
-    "FSDP1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+    "FSDP1": partial(FullyShardedDataParallel, **ORIGINAL),
 }
 if hasattr(torch.distributed.fsdp, "fully_shard"):
     ENGINES["FSDP2"] = fully_shard  # torch 2.5 has it elsewhere, and not for a CPU
+# It moves gradients away in a forward, and so from a joint group's backward.
+FOR_CLIPPING = ENGINES | {
+    "FSDP1's ZeRO-2": partial(FullyShardedDataParallel, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **ORIGINAL)
+}
 WEIGHTS = "Experts", "SwitchedInside", "InTheMiddle"  # which not all forwards use, so that DDP has to look for unused ones
 OTHERS = "Plain", "RankMask", "InOneBuffer", "Injected", "Scaled"
 CELLS = [
@@ -62,7 +67,7 @@ LONELY = [(engine, "a critic steps", schedule) for engine in ("none", "DDP", "FS
 LONELY += [("none", "the model breaks", schedule) for schedule in ("joint", "sequential")]
 LONELY += [(engine, "the model goes by the grad mode", "joint") for engine in ("none", "DDP", "FSDP1")]
 HOOKED = ("DDP", "FSDP1")
-CLIPPED = [(engine, schedule, "clipped") for engine in ENGINES if "," not in engine for schedule in ("joint", "sequential")]
+CLIPPED = [(engine, schedule, "clipped") for engine in FOR_CLIPPING if "," not in engine for schedule in ("joint", "sequential")]
 
 # A loss that reaches weights by another way than the model's output; DeepSpeed runs the backward and the step itself.
 ZEROS = {"ZeRO-1": Zero1, "ZeRO-3": Zero3}
@@ -86,7 +91,7 @@ WITH_AUX_IN_ZERO = IN_ZERO | {BACKWARD: IN_ZERO[BACKWARD].replace("loss", "loss 
 
 def run(engine, model, schedule, optimizer=torch.optim.SGD, module=loop):
     torch.manual_seed(0)
-    model = ENGINES[engine](getattr(models, model)())
+    model = FOR_CLIPPING[engine](getattr(models, model)())
     model.after_backward = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 1e-9)  # on each rank
     torch.manual_seed(10 + dist.get_rank())
     handle = install(vars(module), config=JaggConfig(frac=0.8, schedule=schedule))

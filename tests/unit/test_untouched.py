@@ -1,8 +1,11 @@
 """Gradients that are changed while a part of a group's is still to come, in places that the text doesn't show."""
 
+from functools import partial
+
 import models
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from jagg_patch import JaggConfig, JaggError, install
 
@@ -34,9 +37,9 @@ def train(load_loop):
     Or wherever `lines` have it.
     """
 
-    def run(change, pieces=(), lines=(BACKWARD, HELPER), **settings):
+    def run(change, pieces=(), lines=(BACKWARD, HELPER), model=models.Plain, **settings):
         module = load_loop(FLUX, BACKWARD, "\n".join(lines), *pieces)
-        model, seen = models.Plain(), []
+        model, seen = model(), []
         model.help = change
         if settings:
             install(vars(module), config=JaggConfig(**settings))
@@ -60,8 +63,7 @@ def test_gradients_that_a_helper_changes_inside_a_group_stop_the_run(train, chan
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_a_group_of_two_that_is_sequential_nothing_is_still_to_come(train, change):
-    in_order = "            torch.randperm(n)\n", "            torch.randperm(n).sort().values\n"
-    expected = train(CHANGES[change], in_order)
+    expected = train(CHANGES[change], IN_ORDER)
     for found, one in zip(train(CHANGES[change], schedule="sequential", group_size=2, frac=1), expected, strict=True):
         assert torch.allclose(found, one, rtol=1e-5, atol=1e-9)
 
@@ -82,14 +84,178 @@ def test_gradients_may_be_looked_at_and_left_as_they_are(train, look, schedule, 
     assert all(map(torch.equal, found, expected))
 
 
-def test_norms_are_taken_where_weights_get_gradients_and_nowhere_else(train, monkeypatch):
+# -- in places, by the number of the step whose loss is next or over
+
+
+IN_ORDER = "            torch.randperm(n)\n", "            torch.randperm(n).sort().values\n"
+BEFORE, AFTER = ("            model.help(model, j)", BACKWARD), (BACKWARD, "            model.help(model, j)")
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+
+
+def after_a_critic(model, step):
+    if step == 14:
+        OTHER(torch.ones(2)).sum().backward()
+        CHANGES["clipped"](model)
+
+
+def after_a_loss_of_its_own(model, step):
+    if step == 14:
+        (0.01 * model.net(torch.ones(4, 3)).square().mean()).backward()
+        CHANGES["clipped"](model)
+
+
+def and_back(model, step):
+    for p in trained(model):
+        p.grad.mul_({4: 2, 5: 0.5}.get(step, 1))
+
+
+def then_moved_away(model, step):
+    for p in model.parameters():
+        if step == 4:
+            p.grad.mul_(0.1)
+        elif step == 5:
+            p.kept, p.grad = p.grad, None
+        elif step == 14:
+            p.grad += p.kept
+
+
+def after_another_backward_has_failed(model, step):
+    if step == 5:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            Fails.apply(OTHER(torch.ones(2))).sum().backward()
+        model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [(after_a_critic, BEFORE), (after_a_loss_of_its_own, BEFORE)]
+    + [(change, AFTER) for change in (and_back, then_moved_away, after_another_backward_has_failed)],
+)
+def test_a_change_at_one_step_stops_the_run(train, change, lines, schedule):
+    with pytest.raises(JaggError, match="gradients were changed since the group that began at sample 0"):
+        train(change, IN_ORDER, lines, frac=1, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+@pytest.mark.parametrize("step", [9, 10, 12])
+def test_a_change_of_the_second_of_two_models_stops_the_run(load_loop, step, schedule):
+    """The first one's gradients were the last to be looked at."""
+    pieces = "                model,\n", "                model if int(step) < 8 else args.other,\n"
+    module = load_loop(FLUX, BACKWARD, f"{BACKWARD}\n            args.help(int(step))", *IN_ORDER, *pieces)
+    model, other = models.Plain(), models.Plain()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.0)
+    install(vars(module), config=JaggConfig(frac=1, cuts="8", schedule=schedule))
+    with pytest.raises(JaggError, match=f"sample 1, visited step {step + 1} .*: gradients were changed"):
+        module.train_one_step(module.make_args(other=other, help=partial(zeroed_at, step, other, [])), model, optimizer)
+
+
+def zeroed_at(when, model, seen, step):
+    """In the second sample."""
+    seen += [step] * (step == when)
+    if step == when and len(seen) == 2:
+        model.zero_grad(set_to_none=False)
+
+
+class Many(models.Plain):
+    """More weights than are looked at at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 3), *(torch.nn.Linear(3, 3) for _ in range(40)), torch.nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("lines", [AFTER, BEFORE], ids=["after", "before"])
+@pytest.mark.parametrize("step", [1, 5, 6, 10, 13])
+def test_of_many_gradients_that_are_all_changed_a_few_show_it_at_once(train, step, lines):
+    """Between knots, of the first sample that finds gradients there."""
+
+    def pulse(model, now):
+        for p in trained(model):
+            p.grad.mul_({step: 2, step + 1: 0.5}.get(now, 1))
+
+    stops_at = step if lines is BEFORE else step + 1
+    with pytest.raises(JaggError, match=f"sample 1, visited step {stops_at} .*: gradients were changed"):
+        train(pulse, IN_ORDER, lines, model=Many, schedule="joint", knots_at="0,14")
+
+
+class Hidden(models.Plain):
+    """Whose graph shows none of its weights."""
+
+    def forward(self, x):
+        return checkpoint(self.net, x.detach().requires_grad_(), use_reentrant=True) if torch.is_grad_enabled() else self.net(x)
+
+
+@pytest.mark.parametrize("settings", [{"knots_at": "0,3,4,5,14"}, {"cuts": "4,5", "frac": 1}])
+def test_weights_behind_reentrant_checkpointing_get_gradients_too(train, settings):
+    """Nothing is changed, but by exact steps' losses."""
+    kinds = Hidden, models.Plain
+    found, expected = (train(lambda *_: None, IN_ORDER, model=kind, schedule="sequential", **settings) for kind in kinds)
+    assert all(map(torch.allclose, found, expected))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_a_checkpointed_loss_of_its_own_in_the_midst_of_a_group_changes_nothing(train, schedule):
+    def add(model, step, run):
+        if step == 5:
+            (0.01 * run(model.net, torch.ones(4, 3).requires_grad_()).square().mean()).backward()
+
+    ways = partial(checkpoint, use_reentrant=True), lambda net, x: net(x)
+    found, expected = (train(partial(add, run=way), IN_ORDER, AFTER, frac=1, schedule=schedule) for way in ways)
+    assert all(map(torch.allclose, found, expected))
+
+
+@pytest.mark.parametrize("schedule", ["joint", "sequential"])
+def test_sums_elsewhere_may_be_put_back_in_the_midst_of_a_group(train, schedule):
+    sums = {}
+
+    def move(model, step):
+        for p in trained(model):
+            sums[p], p.grad = sums.get(p, 0) + p.grad, None
+        if step in (9, 14):
+            for p in list(sums):
+                p.grad = sums.pop(p)
+
+    found, expected = (train(how, IN_ORDER, AFTER, frac=1, schedule=schedule) for how in (move, lambda *_: None))
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-8) for one, other in zip(found, expected, strict=True))
+
+
+class Auxiliary(models.Plain):
+    def forward(self, x):
+        hidden = self.net[:2](x)
+        self.aux = hidden.square().mean()
+        return self.net[2](hidden)
+
+
+def test_a_training_step_after_one_that_was_refused_is_watched_as_well(load_loop):
+    """Its caller may go on."""
+    lines = "            (loss + model.aux if args.has_aux else loss).backward()\n            args.help(model)"
+    module, model = load_loop(FLUX, BACKWARD, lines, *IN_ORDER), Auxiliary()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    install(vars(module), config=JaggConfig(frac=1, schedule="joint"))
+    for has_aux, help, why in ((True, lambda model: None, "by another way"), (False, CHANGES["clipped"], "were changed")):
+        with pytest.raises(JaggError, match=why):
+            module.train_one_step(module.make_args(has_aux=has_aux, help=help), model, optimizer)
+
+
+def test_all_norms_are_taken_where_weights_get_gradients_and_a_few_elsewhere(train, monkeypatch):
     """After a sample's first loss, then before and after each joint backward but the last; other losses bring none."""
     taken = []
     norms = torch._foreach_norm
-    monkeypatch.setattr(torch, "_foreach_norm", lambda *args: taken.append(args) or norms(*args))
-    train(lambda model: None, knots="4", schedule="joint", self_check=False)
-    n_samples, n_joint = 2, 2
-    assert len(taken) == n_samples * 2 * n_joint - 2  # the first sample finds no gradients to compare
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *args: taken.append(len(args[0])) or norms(*args))
+    train(lambda model: None, model=Many, knots="4", schedule="joint", self_check=False)
+    n_samples, n_joint, n_steps, n_gradients = 2, 2, 15, len(list(Many().parameters()))
+    assert taken.count(n_gradients) == n_samples * 2 * n_joint - 2  # the first sample finds no gradients to compare
+    assert max(set(taken) - {n_gradients}) <= 4 and len(taken) < 2 * n_samples * n_steps
 
 
 @pytest.mark.parametrize("schedule", ["joint", "sequential"])

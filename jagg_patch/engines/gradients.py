@@ -1,6 +1,7 @@
 """Setting aside the gradients that an engine has left in the parameters, for the probe and the self-check."""
 
 from contextlib import nullcontext, suppress
+from functools import reduce
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,7 @@ class GradientsSetAside:
                 grad = self._kept[parameter] = parameter.grad
                 parameter.grad = None
                 if grad is not None and grad.layout is torch.strided:
-                    self._save(_local(grad).untyped_storage())
+                    self._save(own_part(grad).untyped_storage())
 
     def _save(self, storage):
         """Once, though several gradients may be views of it."""
@@ -90,8 +91,19 @@ def as_bytes(storage):
 
 def gradients_of(parameters, device=None):
     """This rank's part of the gradients of `parameters`, by parameter; dense and real. Copies, if a device is given."""
-    taken = {parameter: _plain(_local(parameter.grad)) for parameter in parameters if parameter.grad is not None}
+    taken = {parameter: _plain(own_part(parameter.grad)) for parameter in parameters if parameter.grad is not None}
     return taken if device is None else {parameter: grad.to(device, copy=True) for parameter, grad in taken.items()}
+
+
+def norms_of(tensors):
+    """By the same keys, as floats. NaN equals nothing, not even itself, so that it is -1, which is no norm."""
+    if not tensors:
+        return {}
+    wide = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()}, torch.float32)
+    norms = torch._foreach_norm(list(tensors.values()), 2, wide)
+    # On one device: to the host they go at once.
+    values = torch.stack([norm.to(norms[0]) for norm in norms]).nan_to_num(-1, torch.inf)
+    return dict(zip(tensors, values.tolist(), strict=True))
 
 
 def _plain(gradient):
@@ -99,6 +111,6 @@ def _plain(gradient):
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def _local(tensor):
+def own_part(tensor):
     """This rank's shard of a DTensor; any other tensor itself. Detached."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..engines.gradients import norms_of, own_part
 from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
 from ..ranks import gathered, least
@@ -84,7 +85,7 @@ class Retaining(Watcher):
         self._is_on_host = False  # whether its graphs are
         self._keeping = None  # what is entered from a forward's begin to its solver step
         self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
-        self._versions = None  # of the weights in the rollout
+        self._weights = None  # what the rollout's last batch had
         self._why_none = None  # why that has left no graph
         self._n_seen = 0  # samples, in this update
         self._is_refused = False  # whether a rank had none for a sample of this update
@@ -102,7 +103,7 @@ class Retaining(Watcher):
             return
         self._steps, self._n_taken, before = self._steps_of(session), 0, torch.is_grad_enabled()
         self._is_on_host = place >= self._n_on_device
-        self._versions = self._versions_now()
+        self._weights = self._weights_now()
         # FSDP2's own asks for the mode. The rollout may call what the engine has wrapped.
         hooks = [module.register_forward_pre_hook(self._forward_begins, prepend=True) for module in wrapped(self._engine.model)]
         try:
@@ -232,7 +233,7 @@ class Retaining(Watcher):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
         order, outputs, why = session.order, {}, None
         entries = entries_of(session, visit, range(order.n_visited))
-        if self._recording.policy_has_moved or self._versions != self._versions_now():
+        if self._recording.policy_has_moved or self._weights != self._weights_now():
             why = "its weights have changed since the rollout"
         elif None in entries:
             why = "the update has samples or steps that the rollout hadn't"
@@ -359,8 +360,10 @@ class Retaining(Watcher):
             f"{in_gb(on_device)} are free on the device, and {in_gb(on_host)} of the host's may be taken"
         )
 
-    def _versions_now(self):
-        return [weight._version for weight in self._engine.parameters()]
+    def _weights_now(self):
+        """Of those that are trained versions, and norms: what is changed through `.data` keeps its version."""
+        trained = [weight for weight in self._engine.parameters() if weight.requires_grad]
+        return [weight._version for weight in trained], norms_of({weight: own_part(weight) for weight in trained})
 
 
 def wrapped(model):

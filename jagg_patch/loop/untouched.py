@@ -1,12 +1,9 @@
 """Nobody changes gradients in the midst of a sample: what clips or scales them would miss what is still to come of a group's."""
 
 import math
-from functools import reduce
 from itertools import islice
 
-import torch
-
-from ..engines.gradients import gradients_of
+from ..engines.gradients import gradients_of, norms_of
 from ..errors import JaggError
 from .watcher import Watcher
 
@@ -72,7 +69,7 @@ class Untouched(Watcher):
         self._step = None
         if self._is_stale or not self._left:
             is_in_sample = self._is_open or session.order.position  # after its last step they may be changed
-            self._left = self._norms(self._gradients()) if is_in_sample else None
+            self._left = norms_of(self._gradients()) if is_in_sample else None
         self._is_stale = False
 
     def _require_left(self, all_of_them):
@@ -85,7 +82,7 @@ class Untouched(Watcher):
             every = math.ceil(len(gradients) / SAMPLED) | 1  # odd: of two in turn, as a LoRA's, one is zero at first
             gradients = dict(islice(gradients.items(), self._turn % every, None, every))
             self._turn += 1
-        now = self._norms(gradients)
+        now = norms_of(gradients)
         if any(self._left.get(parameter, norm) != norm for parameter, norm in now.items()):
             raise JaggError(
                 f"{self._step or self._group}: gradients were changed since the group that began at {self._group} "
@@ -95,13 +92,3 @@ class Untouched(Watcher):
 
     def _gradients(self):
         return gradients_of(self._engine.parameters()) if self._engine is not None else {}
-
-    def _norms(self, gradients):
-        """By parameter."""
-        if not gradients:
-            return {}
-        wide = reduce(torch.promote_types, {gradient.dtype for gradient in gradients.values()}, torch.float32)
-        norms = torch._foreach_norm(list(gradients.values()), 2, wide)
-        # On one device: to the host they go at once. NaN equals nothing, not even itself, and -1 is no norm.
-        values = torch.stack([norm.to(norms[0]) for norm in norms]).nan_to_num(-1, torch.inf)
-        return dict(zip(gradients, values.tolist(), strict=True))

@@ -67,7 +67,7 @@ class DanceGrpoTrainer:
         return StepCost(backward=self.backward_cost, recompute=float(args.selective_checkpointing) if checkpoints else 0.0)
 
     def first_samples(self, args):
-        """Of a rank's trained samples: how many come before the first optimizer step after their rollout, and how many there are."""
+        """Of a rank's trained samples: how many come before their rollout's first optimizer step, and how many there are."""
         n_samples = args.train_batch_size * (args.bestofn if self.best_of_n and args.bestofn else args.num_generations)
         return min(args.gradient_accumulation_steps, n_samples), n_samples
 

@@ -9,7 +9,6 @@ import threading
 from bisect import bisect
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from ..errors import JaggError
@@ -23,8 +22,7 @@ class Beside(Watcher):
 
     A loss may be kept for later than its group. Only what torch numbers is looked at: nodes of this thread.
 
-    is_reached: whether the loss whose backward is running reaches weights, or code of its own, which may reach any; None where
-        it isn't `torch.autograd.backward`'s.
+    is_reached: whether the loss whose backward is running reaches weights; None where it isn't `torch.autograd.backward`'s.
     """
 
     def __init__(self):
@@ -57,11 +55,11 @@ class Beside(Watcher):
         before = self.is_reached
         is_ours = self._session is not None and threading.get_ident() == self._thread
         is_outermost = is_ours and before is None  # and none that checkpointing runs inside
+        if is_outermost:
+            self._session.tell("backward_begins")
         try:
             if is_ours and (self._spans or self._session.group is not None):
                 self._look(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in tensors)
-            if is_outermost:
-                self._session.tell("backward_begins")
             backward(tensors, *args, **kwargs)
         finally:
             self.is_reached = before
@@ -70,7 +68,7 @@ class Beside(Watcher):
 
     def _look(self, roots):
         nodes = list(nodes_from(roots))
-        self.is_reached = any(is_weight(node) or isinstance(node, BackwardCFunction) for node in nodes)
+        self.is_reached = any(map(is_weight, nodes))
         of_forwards = [node for node in nodes if self._is_of_a_forward(node)]
         if lead_to_weights(nodes_from(of_forwards)):
             with self._session.failing(self._where):

@@ -7,6 +7,8 @@ CHECKOUT OUT; writes OUT/records.pt. The tests that read it are in test_hunyuan.
 import argparse
 import os
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import cells
@@ -18,6 +20,7 @@ from setups import hunyuan
 from skips import comparison, refusals
 
 from jagg_patch import JaggConfig, install
+from jagg_patch.loop.retaining import Retaining
 from jagg_patch.trainers.intercept import ForwardingModule
 
 # Three optimizer steps, so that the first one's gradient says which samples came first.
@@ -30,10 +33,28 @@ CONFIGS = {
     "knots": JaggConfig(knots_at="0,4,7,8", self_check=False),
 }
 SKIPS = JaggConfig(frac=1, skip_forwards=True, self_check=False)
+JOINT = JaggConfig(frac=1, schedule="joint", self_check=False)
 
 
 def sorted_randperm(*args, **kwargs):
     return torch.randperm(*args, **kwargs).sort().values
+
+
+@contextmanager
+def graphs_left():
+    """A list of how many samples' graphs there were before and after those that aren't trained were let go of."""
+    left, let_go = [], Retaining._let_go_of_others
+
+    def counted(retaining, numbers):
+        before = {batch for batch, _ in retaining._outputs}
+        let_go(retaining, numbers)
+        left.append((len(before), len({batch for batch, _ in retaining._outputs})))
+
+    Retaining._let_go_of_others = counted
+    try:
+        yield left
+    finally:
+        Retaining._let_go_of_others = let_go
 
 
 def main(checkout, out):
@@ -49,7 +70,7 @@ def main(checkout, out):
             parameter.data.copy_(value)
         transformer.zero_grad()
 
-    def run(config=None):
+    def run(config=None, n_training_steps=1):
         restore()
         torch.manual_seed(42)
         optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-5)
@@ -62,7 +83,8 @@ def main(checkout, out):
         )
         handle = install(vars(trainer), config=config) if config else None
         with observer.watching() as seen, recorded_steps(trainer) as steps, refusals() as refused:
-            trainer.train_one_step(**arguments)
+            for _ in range(n_training_steps):
+                trainer.train_one_step(**arguments)
         if handle:
             handle.uninstall()
         return {
@@ -78,6 +100,9 @@ def main(checkout, out):
 
     records = {"unpatched": run()} | {cell: run(config) for cell, config in CONFIGS.items()}
     skips = comparison(run(SKIPS), records["W=4"])
+    own = run(JOINT, n_training_steps=2)
+    with graphs_left() as left:
+        retained = run(replace(JOINT, retain=True), n_training_steps=2)
     trainer.torch = ForwardingModule(torch, randperm=sorted_randperm)
     records["every draw sorted"] = run()
     trainer.torch = real_torch
@@ -93,6 +118,13 @@ def main(checkout, out):
         record["order"] = torch.stack([arguments["i"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
         record["latents"] = torch.cat([arguments["latents"] for arguments in taken]).unflatten(0, (-1, N_VISITED))
     records["W=4"]["skips"] = skips
+    records["W=4"]["retained"] = {
+        "left": left,
+        "errors": [relative_error(*pair) for pair in zip(retained["gradients"], own["gradients"], strict=True)],
+        "fewer": own["forwards"] - retained["forwards"],
+        "retained": retained["stats"]["retained_forwards"],
+        "alike": torch.equal(retained["rng"], own["rng"]) and torch.equal(retained["weights"], own["weights"]),
+    }
     torch.save(records, os.path.join(out, "records.pt"))
     dist.destroy_process_group()
 

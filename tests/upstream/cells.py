@@ -69,6 +69,7 @@ CELLS = {
     "thrice W=4": ({}, dict(frac=1, schedule="joint"), 3),
     "thrice W=4 retained": ({}, dict(frac=1, schedule="joint", retain=True), 3),
 }
+RETAINED = {"thrice retained": "thrice", "thrice W=4 retained": "thrice W=4"}  # the same with own forwards
 ORACLES = dict.fromkeys(("W=2", "W=3", "W=4", "knots", "default"), "unpatched") | {"fraction W=4": "fraction"}
 
 
@@ -171,6 +172,10 @@ def main(checkout, name, out, *wanted):
     for cell in ("sorted", "W=2", "W=3", "W=4"):  # in one order on all ranks, which sum the errors up
         if cell in records:
             records[cell]["exact_error"] = relative_error(records[cell]["gradient"], records["unpatched"]["gradient"])
+    for cell, own in RETAINED.items():
+        if cell in records:
+            pairs = zip(records[cell]["gradients"], records[own]["gradients"], strict=True)
+            records[cell]["errors"] = [relative_error(*pair) for pair in pairs]
     for cell in records:
         if cell.endswith(" skip"):
             records[cell]["skips"] = comparison(records[cell], records[cell.removesuffix(" skip")])

@@ -140,6 +140,21 @@ def test_a_cached_rollout_on_one_rank_ends_skipping_on_all(cells):
     check_refused(found, "rank 1: the rollout's model outputs differ by ")
 
 
+@pytest.mark.parametrize("cell", ["thrice", "thrice W=4"])
+def test_retained_graphs_give_the_gradients_of_own_forwards(cells, cell):
+    """Exact ones are added up in another order. In the third training step no forward runs, in the two before it all do."""
+    for records in cells[1]:
+        retained, own = records[f"{cell} retained"], records[cell]
+        if cell == "thrice":
+            assert max(retained["errors"]) <= 1e-6
+        else:
+            assert all(map(torch.equal, retained["gradients"], own["gradients"]))
+        assert len(retained["gradients"]) == 3 and own["forwards"] == 3 * N_SAMPLES * 9
+        assert own["forwards"] - retained["forwards"] == retained["stats"]["retained_forwards"] == N_SAMPLES * 9
+        assert retained["passes"] == own["passes"] and retained["returned"] == own["returned"]
+        assert torch.equal(retained["rng"], own["rng"])
+
+
 def probed(cells):
     """`(cell, its record, that without the probe)` of every rank."""
     for records in cells[1]:
@@ -230,6 +245,7 @@ def script_arguments(script, data, out):
 
 
 ALL_STEPS = "--timestep_fraction 1".split()
+TWICE_A_ROLLOUT = [*ALL_STEPS, *"--num_generations 4 --max_train_steps 3".split()]  # optimizer steps
 # Of the script's --shift 3, as its timesteps have them: whole numbers.
 NOISE_LEVELS = [int(1000 * 3 * sigma / (1 + 2 * sigma)) for sigma in (1 - step / 16 for step in range(15))]
 KNOTS = best_knots(4, NOISE_LEVELS)  # before anything has been measured
@@ -248,6 +264,8 @@ def main_runs(dancegrpo, tmp_path_factory):
     subprocess.run([ROOT / "apply.sh", patched], check=True, capture_output=True)
     runs = {}
     keep = {"OBSERVE_KNOTS": ",".join(map(str, KNOTS))}
+    groups = {"JAGG_FRAC": "1", "JAGG_SCHEDULE": "joint", "JAGG_SELF_CHECK": "0"}
+    unmoved = [*TWICE_A_ROLLOUT, "--learning_rate", "0"]
     auto = "--jagg_frac auto --jagg_probe_every 1 --jagg_log log/auto.jsonl --max_train_steps 3".split()
     for name, tree, env, flags in (
         ("unpatched", dancegrpo, {}, []),
@@ -256,6 +274,10 @@ def main_runs(dancegrpo, tmp_path_factory):
         ("auto", patched, {}, auto),
         ("all steps", dancegrpo, keep, ALL_STEPS),
         ("knots", patched, {"JAGG_KNOTS": "4", "JAGG_SELF_CHECK": "0", "JAGG_LOG": "log/knots.jsonl"}, ALL_STEPS),
+        ("unmoved", dancegrpo, {}, unmoved),
+        ("unmoved, retained", patched, {"JAGG_FRAC": "0", "JAGG_RETAIN": "1"}, unmoved),
+        ("groups", patched, groups, TWICE_A_ROLLOUT),
+        ("groups, retained", patched, groups | {"JAGG_RETAIN": "1"}, TWICE_A_ROLLOUT),
     ):
         out = top / name
         (out / "images").mkdir(parents=True)
@@ -267,6 +289,12 @@ def main_runs(dancegrpo, tmp_path_factory):
         printed = torchrun(2, tree / "fastvideo/train_grpo_flux.py", *arguments, *flags, cwd=out, env=env, timeout=1200)
         runs[name] = printed, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
     return patched, runs
+
+
+def gradients(main_runs, name):
+    """At each optimizer step before clipping, all ranks' parts."""
+    ranks = [rank["gradients"] for rank in main_runs[1][name][1]]
+    return [torch.cat(parts).double() for parts in zip(*ranks, strict=True)]
 
 
 def test_the_hook_installs_and_the_banner_shows_once(main_runs):
@@ -295,6 +323,9 @@ def test_wandb_gets_the_settings(main_runs):
         "jagg_schedule": "auto",
         "jagg_aggregation": "interpolate",
         "jagg_skip_forwards": False,
+        "jagg_retain": False,
+        "jagg_retain_on": "auto",
+        "jagg_retain_gb": 0.0,
         "jagg_offload_records": False,
         "jagg_probe_every": 0,
         "jagg_self_check": True,
@@ -329,13 +360,28 @@ def test_the_script_trains_all_steps_with_four_backward_passes(main_runs):
 
 def test_the_script_s_gradient_with_knots_is_the_fold_of_the_unpatched_one_s(main_runs):
     """Of its first optimizer step, before clipping; folded with the upstream gradients that the unpatched script had."""
-    unpatched, patched = (main_runs[1][name][1] for name in ("all steps", "knots"))
-    expected, exact, found = (
-        torch.cat([rank[what] for rank in ranks]).double()
-        for ranks, what in ((unpatched, "with_knots"), (unpatched, "gradient"), (patched, "gradient"))
-    )
+    expected = torch.cat([rank["with_knots"] for rank in main_runs[1]["all steps"][1]]).double()
+    exact, found = (gradients(main_runs, name)[0] for name in ("all steps", "knots"))
     assert (found - expected).norm() <= 1e-6 * expected.norm()
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.5
+
+
+@pytest.mark.parametrize(("own", "bound"), [("unmoved", 1e-6), ("groups", 0.0)])
+def test_the_script_retains_graphs_up_to_the_first_optimizer_step(main_runs, own, bound):
+    """From its second training step on: no forward in the first of its two windows.
+
+    Against the unpatched script, with weights that stay as they are, for they would drift apart; and against groups with their
+    own forwards, whose weights move alike.
+    """
+    printed, ranks = main_runs[1][f"{own}, retained"]
+    assert printed.count("JAGG: graphs of 2 samples of each rollout are retained from here on, 2 on the device and 0 in") == 1
+    assert printed.count("2 of 4 samples of a rank's update come before its first optimizer step and need no forward") == 1
+    for seen in ranks:
+        assert seen["forwards"] == [30, 30, 0, 30, 0, 30]
+    pairs = list(zip(gradients(main_runs, f"{own}, retained"), gradients(main_runs, own), strict=True))
+    assert len(pairs) == 6
+    for found, expected in pairs:
+        assert (found - expected).norm() <= bound * expected.norm() and expected.norm() > 0
 
 
 def test_off_gives_the_unpatched_script_s_weights_bit_for_bit(main_runs):

@@ -54,3 +54,11 @@ def test_the_first_optimizer_step_s_gradient_is_group_backward_s_for_the_first_s
 def test_skipped_forwards_find_the_selected_samples_in_the_rollout(records):
     """Which all begin with the same noise. A group takes three forwards in the first six samples, the rest is joint: two."""
     check_skipped(records["W=4"]["skips"], 5 * (2 + 1) + 3 * (3 + 2))
+
+
+def test_of_retained_graphs_those_of_samples_that_are_not_selected_are_let_go_of(records):
+    """In the second training step, where three samples come before the first optimizer step: any of the ten."""
+    found = records["W=4"]["retained"]
+    assert found["left"] == [(10, 9)]
+    assert found["fewer"] == found["retained"] == 3 * N_VISITED
+    assert max(found["errors"]) == 0 and found["alike"]

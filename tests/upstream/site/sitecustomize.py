@@ -17,24 +17,26 @@ if "RANK" in os.environ and "OBSERVE_OUT" in os.environ:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     standins.install(os.environ["OBSERVE_CHECKOUT"])
-    seen = {"passes": 0, "wandb": None}
+    seen = {"passes": 0, "wandb": None, "forwards": [0], "gradients": []}  # at each optimizer step
 
     def count(grad):
         seen["passes"] += 1
 
     def watch_transformer(module, inputs, output):
-        if type(module).__name__ == "FluxTransformer2DModel" and output[0].requires_grad:
-            output[0].register_hook(count)
+        if type(module).__name__ == "FluxTransformer2DModel":
+            seen["forwards"][-1] += module.training  # not the rollout's
+            if output[0].requires_grad:
+                output[0].register_hook(count)
 
     register_module_forward_hook(watch_transformer)
 
     clip = FullyShardedDataParallel.clip_grad_norm_
 
     def watch_gradient(transformer, *args, **kwargs):
-        if "gradient" not in seen:
-            seen["gradient"] = torch.cat([p.grad.flatten() for p in transformer.parameters()])
-            if kept_calls:
-                seen["with_knots"] = kept_calls.gradient_with(transformer, knots)
+        seen["gradients"].append(torch.cat([p.grad.flatten() for p in transformer.parameters()]))
+        seen["forwards"].append(0)
+        if kept_calls and len(seen["gradients"]) == 1:
+            seen["with_knots"] = kept_calls.gradient_with(transformer, knots)
         return clip(transformer, *args, **kwargs)
 
     FullyShardedDataParallel.clip_grad_norm_ = watch_gradient
@@ -68,6 +70,7 @@ if "RANK" in os.environ and "OBSERVE_OUT" in os.environ:
         if optimizer is not None:
             weights = [p.detach().flatten() for group in optimizer.param_groups for p in group["params"]]
             seen["weights"] = torch.cat(weights).clone()
+        seen["forwards"].pop()  # none after the last optimizer step
         seen["rng"] = torch.get_rng_state()
         seen["module"] = getattr(sys.modules.get("jagg_patch"), "__file__", None)
         torch.save(seen, os.path.join(os.environ["OBSERVE_OUT"], f"rank{os.environ['RANK']}.pt"))

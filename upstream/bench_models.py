@@ -11,7 +11,7 @@ from jagg_patch.errors import JaggError
 
 RECOMPUTE = {"on": 1.0, "half": 0.5, "off": 0.0}  # share of the blocks under activation checkpointing
 PUBLISHED, LONG, UPSTREAM = STEPS = (20, 1.0), (24, 1.0), (15, 0.6)  # steps that can be trained, the fraction that is
-GROUP_SIZES, FRACS, N_KNOTS = (3, 4, 6, 8), (0.6, 1.0), (4, 5, 7)
+GROUP_SIZES, FRACS, N_KNOTS = (3, 4, 6, 8, 10), (0.6, 1.0), (4, 5, 7)
 WHOLE = (15, 1.0)  # upstream's, none left out
 ALL = tuple(product(RECOMPUTE, STEPS, [GROUP_SIZES], FRACS))
 ALL_KNOTS = tuple(product(RECOMPUTE, [PUBLISHED, WHOLE], N_KNOTS))

@@ -15,12 +15,14 @@ N_RANKS, N_SAMPLES, N_VISITED, N_BLOCKS = 2, 2, 6, 2
 
 @dataclass(frozen=True)
 class Cell:
-    """`accumulates`: only the last micro-step of a window syncs, which some engines always do, and have no cell of it.
+    """`checkpointing`: of which share of the blocks, the first ones.
+
+    `accumulates`: only the last micro-step of a window syncs, which some engines always do, and have no cell of it.
 
     `windows`: how many of them, each with its own data and optimizer step; what is compared and counted is the last.
     """
 
-    checkpointing: bool = False
+    checkpointing: float = 0.0
     lora: bool = False
     autocast: torch.dtype | None = None  # float16 with the engine's gradient scaler
     accumulates: bool = False
@@ -35,15 +37,15 @@ class Cell:
 
 CELLS = {
     "full": Cell(),
-    "full, checkpointing": Cell(checkpointing=True),
+    "full, checkpointing": Cell(checkpointing=1.0),
     "LoRA": Cell(lora=True),
-    "LoRA, checkpointing": Cell(lora=True, checkpointing=True),
+    "LoRA, checkpointing": Cell(lora=True, checkpointing=1.0),
     "second window": Cell(windows=2),
 }
 FEW_CELLS = ("full, checkpointing", "LoRA", "second window")
 MORE_CELLS = {
     "fp16": Cell(autocast=torch.float16),
-    "bf16": Cell(autocast=torch.bfloat16, checkpointing=True),
+    "bf16": Cell(autocast=torch.bfloat16, checkpointing=1.0),
     "accumulation": Cell(accumulates=True, frac=1.0),  # the micro-step that syncs closes a group
 }
 
@@ -67,7 +69,7 @@ KNOT_RUNS = {f"{schedule}, knots": dict(schedule=schedule, knots_at=KNOTS) for s
 # precision one sample a window, so that the rollout's batch is as large as the training forward's, and the same bits come out.
 N_VISITED_SKIPPING = 5
 SKIP_CELLS = {
-    "full, checkpointing": Cell(checkpointing=True, frac=1.0),
+    "full, checkpointing": Cell(checkpointing=1.0, frac=1.0),
     "LoRA": Cell(lora=True, frac=4 / 5),
     "fp16": replace(MORE_CELLS["fp16"], windows=2, frac=1.0),
     "bf16": replace(MORE_CELLS["bf16"], windows=2, frac=1.0),
@@ -93,14 +95,19 @@ RETAIN_RUNS = {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="j
     }.items()
     for retains in (False, True)
 }
-RETAIN_CELLS = {
-    "FSDP1 FULL_SHARD": {name: CELLS[name] for name in ("full, checkpointing", "LoRA, checkpointing")},
-    "FSDP1 SHARD_GRAD_OP": {"full": CELLS["full"]},
-    "FSDP1 NO_SHARD": {"full": CELLS["full"]},
-    "FSDP1 HYBRID_SHARD": {"LoRA": CELLS["LoRA"]},
-    "FSDP2": {name: CELLS[name] for name in ("full, checkpointing", "LoRA")},
-    "DDP": {"accumulation": MORE_CELLS["accumulation"]},
+RETAIN_KINDS = CELLS | {
+    f"{name}, half checkpointed": replace(CELLS[f"{name}, checkpointing"], checkpointing=0.5) for name in ("full", "LoRA")
 }
+RETAIN_CELLS = {
+    engine: {name: RETAIN_KINDS[name] for name in names}
+    for engine, names in {
+        "FSDP1 FULL_SHARD": ("full", "full, checkpointing", "full, half checkpointed", "LoRA, checkpointing"),
+        "FSDP1 SHARD_GRAD_OP": ("full", "LoRA, half checkpointed"),
+        "FSDP1 NO_SHARD": ("full", "LoRA, half checkpointed"),
+        "FSDP1 HYBRID_SHARD": ("full, half checkpointed", "LoRA"),
+        "FSDP2": ("full", "full, checkpointing", "full, half checkpointed", "LoRA", "LoRA, checkpointing"),
+    }.items()
+} | {"DDP": {"accumulation": MORE_CELLS["accumulation"]}}
 MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well, and with knots
 DISAGREEING = ("FSDP1 FULL_SHARD", "DDP")  # with what is spoilt in one rank's rollout: which sample, which step
 SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last endpoint": (2, 4)}

@@ -116,7 +116,9 @@ def build(engine, cell, n_micro_steps):
 
     def checkpoint(module):
         if cell.checkpointing:
-            apply_activation_checkpointing(module, checkpoint_wrapper, check_fn=lambda part: isinstance(part, BLOCKS))
+            blocks = [part for part in module.modules() if isinstance(part, BLOCKS)]
+            chosen = set(blocks[: round(cell.checkpointing * len(blocks))])
+            apply_activation_checkpointing(module, checkpoint_wrapper, check_fn=chosen.__contains__)
 
     return ENGINES[engine].engine(model, BLOCKS, checkpoint, cell, n_micro_steps)
 

@@ -44,7 +44,7 @@ MEASURED = ["no engine", "DDP", "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD"]
 CHECKPOINTED = ["no engine", "FSDP1 FULL_SHARD", "FSDP2"]
 if hasattr(torch.distributed.fsdp, "fully_shard"):
     MEASURED.append("FSDP2")  # torch 2.5 has it elsewhere, and not for a CPU
-CELLS = {"": Cell(), "checkpointing": Cell(checkpointing=True)}
+CELLS = {"": Cell(), "checkpointing": Cell(checkpointing=1.0)}
 PLACES = [(name, "") for name in MEASURED] + [(name, "checkpointing") for name in CHECKPOINTED if name in MEASURED]
 SCHEDULES = {"exact": None} | {
     name + ", checked" * checks: dict(schedule=name, self_check=checks)

@@ -133,7 +133,7 @@ KINDS = {
     "DDP, static graph": Kind(functools.partial(DDP, static_graph=True)),
     "DDP, fp16": Kind(DDP, Cell(autocast=torch.float16)),
     "DDP, LoRA, accumulation": Kind(DDP, Cell(lora=True, accumulates=True)),
-    "DDP, dropout, checkpointing": Kind(DDP, Cell(checkpointing=True), dropout=0.2),
+    "DDP, dropout, checkpointing": Kind(DDP, Cell(checkpointing=1.0), dropout=0.2),
     "DDP, bf16 around the steps": Kind(DDP, autocast_around=torch.bfloat16),
     "DDP, running statistics": Kind(DDP, has_statistics=True),
     "accelerate": Kind(engines.Accelerated, Cell(accumulates=True)),
@@ -145,11 +145,11 @@ KINDS = {
     "FSDP1, bf16": Kind(functools.partial(FSDP1, mixed_precision=HALF), rounds=True),
     "FSDP1, fp16": Kind(engines.FSDP1, Cell(autocast=torch.float16)),
     "FSDP1, accumulation": Kind(engines.FSDP1, Cell(accumulates=True)),
-    "FSDP1, LoRA, checkpointing": Kind(engines.FSDP1, Cell(lora=True, checkpointing=True)),
+    "FSDP1, LoRA, checkpointing": Kind(engines.FSDP1, Cell(lora=True, checkpointing=1.0)),
     "FSDP1, dropout": Kind(engines.FSDP1, dropout=0.2),
     "FSDP2": Kind(engines.FSDP2),
     "FSDP2, LoRA, accumulation": Kind(engines.FSDP2, Cell(lora=True, accumulates=True)),
-    "FSDP2, dropout, checkpointing": Kind(engines.FSDP2, Cell(checkpointing=True), dropout=0.2),
+    "FSDP2, dropout, checkpointing": Kind(engines.FSDP2, Cell(checkpointing=1.0), dropout=0.2),
 }
 FOLLOWED = ("DDP", "FSDP1 FULL_SHARD", "FSDP2")  # with frac=auto and skipped forwards too, and into memory and faults
 FAULTS = {  # name: engine, place, whether the trainer goes on

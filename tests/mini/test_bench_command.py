@@ -19,11 +19,11 @@ from jagg_patch import JaggError
 from jagg_patch.loop import knots
 
 SIZE = ["--layers", "1", "--heads", "1", "--side", "2", "--text", "2"]
-MODES = ("jagg", "skip", "sequential")
+MODES = ("jagg", "skip", "sequential", "retain")
 FRACS = (0.6, 1.0)
 RECOMPUTE = {"on": 1, "half": 0.5, "off": 0}
 SMALL = {
-    *product(["on"], [(20, 20)], [3, 4, 6, 8], FRACS, MODES),
+    *product(["on"], [(20, 20)], [3, 4, 6, 8, 10], FRACS, MODES),
     *product(["half", "off"], [(20, 20)], [4], FRACS, MODES),
     *product(["on", "half", "off"], [(15, 9)], [4], [0.6], MODES),
     *product(["on"], [(24, 24)], [8], [1.0], MODES),
@@ -88,8 +88,12 @@ def cell(row):
     return row["checkpointing"], row["trainable"], row["visited"]
 
 
-def grouped(results):
+def compared(results):
     return [row for row in results["rows"] if row["mode"] != "exact"]
+
+
+def is_retained(row):
+    return row["mode"].endswith("retain")
 
 
 def exact(results, row):
@@ -108,8 +112,9 @@ def test_every_row_is_there(results):
     assert results["made_by"]["command"] == (
         "python upstream/bench.py --out OUT --device cpu --rounds 2 --layers 1 --heads 1 --side 2 --text 2"
     )
-    exact_rows = [row for row in results["rows"] if row["mode"] == "exact"]
-    assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 8
+    for mode in ("exact", "exact, retain"):
+        exact_rows = [row for row in results["rows"] if row["mode"] == mode]
+        assert {cell(row) for row in exact_rows} == {cell(row) for row in results["rows"]} and len(exact_rows) == 8
     with_knots = [row for row in results["rows"] if row["knots"]]
     assert [(row["trainable"], len(row["knots"]), row["mode"]) for row in with_knots] == [
         (n_steps, n_knots, mode) for n_steps in (20, 15) for n_knots in (4, 5, 7) for mode in MODES
@@ -123,7 +128,7 @@ def test_every_row_is_there(results):
 
 
 def passes(row):
-    """`(recorded, unrecorded)` forwards of an update.
+    """`(recorded, unrecorded)` forwards of an update, or, if its graphs are retained, of what is recorded in the rollout.
 
     Between two knots that share a backward call nothing else is run when forwards are skipped, between others one is, without a
     graph; knots are paired from each group's first on, and a group ends where two are neighbours.
@@ -143,30 +148,37 @@ def passes(row):
 def test_forwards_and_backward_passes_are_counted(results):
     for row in results["rows"]:
         recorded, unrecorded = passes(row)
-        assert (row["forwards"], row["backward_passes"]) == (recorded + unrecorded, recorded)
+        forwards = 0 if is_retained(row) else recorded + unrecorded
+        assert (row["forwards"], row["backward_passes"]) == (forwards, recorded)
     long = [find(results, "on", (24, 24), 8, 1.0, mode) for mode in MODES]
-    assert [row["groups"] for row in long] == [[8, 8, 8]] * 3
-    assert [(row["forwards"], row["backward_passes"]) for row in long] == [(24, 6), (6, 6), (24, 6)]
+    assert [row["groups"] for row in long] == [[8, 8, 8]] * 4
+    assert [(row["forwards"], row["backward_passes"]) for row in long] == [(24, 6), (6, 6), (24, 6), (0, 6)]
 
 
 def test_the_limit_is_that_of_the_measured_calls(results):
-    for row in grouped(results):
+    for row in compared(results):
         seconds = results["call_seconds"][row["checkpointing"]]
         assert set(seconds) == {"unrecorded", "recorded", "backward"} and min(seconds.values()) > 0
         recorded, unrecorded = passes(row)
         with_backward = seconds["recorded"] + seconds["backward"]
         before = row["visited"] * with_backward
-        after = recorded * with_backward + unrecorded * seconds["unrecorded"]
         rollout = (row["trainable"] + 1) * seconds["unrecorded"]
+        whole = rollout + recorded * with_backward
+        if is_retained(row):
+            after, whole = recorded * seconds["backward"], whole - recorded * seconds["unrecorded"]
+        else:
+            after = recorded * with_backward + unrecorded * seconds["unrecorded"]
+            whole += unrecorded * seconds["unrecorded"]
         assert row["update"]["limit"] == pytest.approx(before / after)
-        assert row["training_step"]["limit"] == pytest.approx((rollout + before) / (rollout + after))
+        assert row["training_step"]["limit"] == pytest.approx((rollout + before) / whole)
 
 
 def test_the_prediction_is_the_cost_models(results):
-    for row in grouped(results):
+    for row in compared(results):
         recorded, unrecorded = passes(row)
         step = 3 + RECOMPUTE[row["checkpointing"]]
-        before, after, rollout = row["visited"] * step, recorded * step + unrecorded, row["trainable"] + 1
+        before, rollout = row["visited"] * step, row["trainable"] + 1
+        after = recorded * (step - 1) if is_retained(row) else recorded * step + unrecorded
         assert row["update"]["predicted"] == pytest.approx(before / after)
         assert row["training_step"]["predicted"] == pytest.approx((rollout + before) / (rollout + after))
     published = [find(results, "on", (20, 20), 4, frac, mode) for frac in FRACS for mode in ("jagg", "skip")]
@@ -175,7 +187,7 @@ def test_the_prediction_is_the_cost_models(results):
 
 
 def test_the_ratio_is_to_the_exact_row_of_the_same_round(results):
-    for row in grouped(results):
+    for row in compared(results):
         for part in ("update", "training_step"):
             before, after = exact(results, row)[f"{part}_seconds"], row[f"{part}_seconds"]
             ratios = [then / now for then, now in zip(before, after, strict=True)]
@@ -193,7 +205,7 @@ def test_the_table_has_the_numbers(command, capsys):
     out = command("--model", "flux", "--rounds", "1")
     results, printed = read(out), capsys.readouterr().out
     assert set(keys(results["rows"])) == FULL_SIZE
-    for row in grouped(results):
+    for row in compared(results):
         (line,) = (line for line in printed.splitlines() if line.startswith(row["row"]))
         for part in ("update", "training_step"):
             assert f"{row[part]['median']:.3f}" in line and f"{row[part]['limit']:.3f}" in line
@@ -220,7 +232,7 @@ def test_out_of_memory_is_a_row(command, monkeypatch):
     results = read(command("--model", "flux", "--rounds", "2"))
     assert set(keys(results["rows"])) == FULL_SIZE
     for row in results["rows"]:
-        failed = row["mode"] in ("jagg", "skip")
+        failed = row["mode"] in ("jagg", "skip", "retain")
         assert row["out_of_memory"] == failed and len(row["update_seconds"]) == (0 if failed else 2)
         assert ("limit" in row["update"]) == (not failed)
 
@@ -233,7 +245,7 @@ def test_a_row_that_does_not_skip_is_no_row(command, monkeypatch):
 
 def test_all_is_the_whole_product():
     found = [(case.checkpointing, case.steps[0], size, case.frac) for case in cases(ALL, ()) for size in case.group_sizes]
-    assert sorted(found) == sorted(product(RECOMPUTE, [20, 24, 15], [3, 4, 6, 8], FRACS))
+    assert sorted(found) == sorted(product(RECOMPUTE, [20, 24, 15], [3, 4, 6, 8, 10], FRACS))
     found = [(case.checkpointing, case.visited, len(case.knots)) for case in cases((), ALL_KNOTS) if case.groups]
     assert sorted(found) == sorted(product(RECOMPUTE, [20, 15], [4, 5, 7]))
 

@@ -411,7 +411,8 @@ ALIAS = ["def pipeline_with_logprob(", "def roll_out(", "[pipeline_with_logprob(
 def test_flow_grpo_s_rollout_may_have_another_name(load_loop):
     assert verdict(FLOW, *ALIAS) == []
     said = [str(one) for one in found(FLOW, *ALIAS)]
-    assert len(said) == 2 and all("JAGG_SKIP_FORWARDS, JAGG_RETAIN, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto" in one for one in said)
+    settings = "JAGG_SKIP_FORWARDS, JAGG_RETAIN, JAGG_PROBE_EVERY, JAGG_LOG, JAGG_FRAC=auto"
+    assert len(said) == 2 and all(settings in one for one in said)
     assert torch.equal(trained(load_loop, *ALIAS), trained(load_loop))
 
 

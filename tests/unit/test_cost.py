@@ -1,6 +1,7 @@
 """The cost model gives the published arithmetic."""
 
 import re
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,7 @@ def test_from_knot_to_knot_forwards_are_skipped_as_in_a_group():
     assert update_cost(15, groups) == 15 + 4 * 3 == 27
 
 
+# Trained and sampled steps, and settings.
 README_ROWS = {
     "DanceGRPO's Flux script: 9 of 15": (9, 16, {}),
     "the same, exact": (9, 16, dict(frac=0)),
@@ -84,8 +86,12 @@ def test_a_prediction_without_a_settled_schedule_is_the_look_ahead_s():
     assert forwards_a_group(False, "joint") is None
 
 
-def dancegrpo(sampling_steps, checkpointed=1.0, **others):
+def dancegrpo(sampling_steps, n_samples, accumulated, checkpointed=1.0, **others):
+    """`n_samples`: of a rank and rollout, as generations of one prompt."""
     return SimpleNamespace(
+        train_batch_size=1,
+        num_generations=n_samples,
+        gradient_accumulation_steps=accumulated,
         sampling_steps=sampling_steps,
         timestep_fraction=0.6,
         gradient_checkpointing=True,
@@ -96,8 +102,10 @@ def dancegrpo(sampling_steps, checkpointed=1.0, **others):
 
 def flow_grpo(num_steps, window=0, beta=0.0, checkpointed=False, fraction=0.99, use_lora=True):
     return SimpleNamespace(
-        sample=SimpleNamespace(num_steps=num_steps, sde_window_size=window),
-        train=SimpleNamespace(timestep_fraction=fraction, beta=beta),
+        sample=SimpleNamespace(num_steps=num_steps, sde_window_size=window, num_batches_per_epoch=2),
+        train=SimpleNamespace(  # accumulated are half of the batches, however many there are
+            timestep_fraction=fraction, beta=beta, gradient_accumulation_steps=1, num_inner_epochs=1
+        ),
         use_lora=use_lora,
         activation_checkpointing=checkpointed,
     )
@@ -105,13 +113,13 @@ def flow_grpo(num_steps, window=0, beta=0.0, checkpointed=False, fraction=0.99, 
 
 # What upstream's own scripts and configurations say, the one for eight GPUs where there are several.
 SCRIPTS = {
-    "train_grpo_flux": dancegrpo(16),
-    "train_grpo_flux_lora": dancegrpo(12),
-    "train_grpo_qwenimage": dancegrpo(20, checkpointed=0.5),
-    "train_grpo_qwenimage_edit": dancegrpo(20),
-    "train_grpo_hunyuan": dancegrpo(16, num_generations=24, bestofn=8),
-    "train_grpo_skyreels_i2v": dancegrpo(16),
-    "train_grpo_wan_2_1": dancegrpo(20),
+    "train_grpo_flux": dancegrpo(16, 2 * 12, 12),
+    "train_grpo_flux_lora": dancegrpo(12, 2 * 12, 12),
+    "train_grpo_qwenimage": dancegrpo(20, 2 * 12, 12, checkpointed=0.5),
+    "train_grpo_qwenimage_edit": dancegrpo(20, 2 * 8, 8),
+    "train_grpo_hunyuan": dancegrpo(16, 24, 4, bestofn=8),
+    "train_grpo_skyreels_i2v": dancegrpo(16, 8, 8),
+    "train_grpo_wan_2_1": dancegrpo(20, 2 * 12, 24),
     "train_grpo_sd": flow_grpo(50, fraction=1.0, use_lora=False),
     "train_sd3": flow_grpo(10, beta=0.04),
     "train_sd3_fast": flow_grpo(10, window=3),
@@ -137,13 +145,20 @@ def test_the_table_of_trainers(name):
     trainer, args = TRAINERS[name], SCRIPTS[name]
     steps, cost = trainer.steps(args), trainer.step_cost(args)
     groups = plan_groups(steps.visited, JaggConfig(**trainer.defaults(args)))
-    pairs = (
-        [update_cost(steps.visited, g, cost) for g in ((), groups)],
-        [training_step_cost(steps.visited, steps.sampled, g, cost) for g in ((), groups)],
-    )
-    saved = " | ".join(f"{before:g} → {after:g}, {before / after:.2f}x" for before, after in pairs)
-    row = f"| `{name}` | {steps.visited}: {' + '.join(str(len(group)) for group in groups)} | {saved} |"
-    assert row in TRAINERS_PAGE.read_text()
+
+    def saved(before, after):
+        return f"{before:g} → {after:g}, {before / after:.2f}x"
+
+    update = saved(*(update_cost(steps.visited, g, cost) for g in ((), groups)))
+    whole, jagg = (training_step_cost(steps.visited, steps.sampled, g, cost) for g in ((), groups))
+    retained = "no"
+    if not trainer.no_retaining:
+        share = Fraction(*trainer.first_samples(args))
+        after = training_step_cost(steps.visited, steps.sampled, groups, cost, retained=float(share))
+        retained = f"{'all' if share == 1 else share}: {saved(whole, after)}"
+    plan = f"{steps.visited}: {' + '.join(str(len(group)) for group in groups)}"
+    row = f"| `{name}` | {plan} | {update} | {saved(whole, jagg)} | {retained} |"
+    assert row in TRAINERS_PAGE.read_text(), row
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def noted_orders():
 
 @contextmanager
 def given_orders(orders):
-    """Inside, the trainer's own order of a rollout's samples, the one permutation without a generator, is the next of `orders`."""
+    """Inside, the trainer's own order of a rollout's samples is the next of `orders`: the one that it draws without a generator."""
     left, randperm = list(orders), torch.randperm
 
     def given(n, *args, **kwargs):

@@ -21,7 +21,7 @@ from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
 from ..ranks import gathered, least
 from .between import Retained, entries_of
-from .memory import free_bytes, host_bytes, in_gb, joint_excess
+from .memory import free_bytes, graph_bytes, host_bytes, in_gb, joint_excess
 from .offload import on_host
 from .schedule import MEASURED_UPDATES
 from .skipping import why_other
@@ -29,6 +29,7 @@ from .watcher import Watcher
 from .weights import hides_weights, is_of
 
 MOST_UNUSED = 3  # updates in a row
+MOST_LARGER = 1.5  # times a training forward's
 HOST_SHARE = 0.5  # of a rank's share of what is available
 
 
@@ -83,9 +84,9 @@ class Retaining(Watcher):
         self._orders, self._given = [], []  # of the rollout's samples, as drawn; numbers of those that the trainer has got
         self._steps, self._n_taken = (), 0  # of the running batch: trained steps that are retained, and how many it has taken
         self._is_on_host = False  # whether its graphs are
-        self._keeping = None  # what is entered from a forward's begin to its solver step
+        self._keeping, self._n_bytes = None, [0]  # what is entered from a forward's begin to its solver step, and counts there
         self._outputs = {}  # by batch and step of the records, `[B, ...]` with its graph
-        self._weights = None  # what the rollout's last batch had
+        self._weights = {}  # what each batch of the rollout had
         self._why_none = None  # why that has left no graph
         self._n_seen = 0  # samples, in this update
         self._is_refused = False  # whether a rank had none for a sample of this update
@@ -103,7 +104,7 @@ class Retaining(Watcher):
             return
         self._steps, self._n_taken, before = self._steps_of(session), 0, torch.is_grad_enabled()
         self._is_on_host = place >= self._n_on_device
-        self._weights = self._weights_now()
+        self._weights[self._recording.records.n_batches - 1] = self._weights_now()
         # FSDP2's own asks for the mode. The rollout may call what the engine has wrapped.
         hooks = [module.register_forward_pre_hook(self._forward_begins, prepend=True) for module in wrapped(self._engine.model)]
         try:
@@ -150,12 +151,15 @@ class Retaining(Watcher):
         return torch.randperm(n_steps, generator=self._generator)
 
     def _forward_begins(self, model, args):
-        if self._n_taken not in self._steps or self._keeping is not None:
+        if self._n_taken not in self._steps or self._keeping is not None or self._why_none:
             return
         torch.clear_autocast_cache()  # of casts that were made without a graph
         torch.set_grad_enabled(True)
-        self._keeping = on_host(self._engine) if self._is_on_host else nullcontext()
-        self._keeping.__enter__()
+        if self._is_on_host:
+            self._keeping = on_host(self._engine)
+        else:  # of each rollout, the first one's size is looked at
+            self._keeping = nullcontext([0]) if self._outputs else graph_bytes(self._engine.model)
+        self._n_bytes = self._keeping.__enter__()
 
     def _forward_ends(self):
         if self._keeping is not None:
@@ -163,6 +167,12 @@ class Retaining(Watcher):
             self._keeping = None
             torch.set_grad_enabled(False)
             torch.clear_autocast_cache()
+            self._require_size(self._n_bytes[0], self._measured.graph)
+
+    def _require_size(self, found, expected):
+        """A model may be checkpointed in training mode alone."""
+        if found > MOST_LARGER * expected:
+            self._why_none = f"a forward of the rollout keeps {in_gb(found)}, one of training {in_gb(expected)}: another mode?"
 
     def solver_input(self, output, is_trained):
         """What the rollout's solver step gets in place of the model's `output`, whose graph is kept if that is due.
@@ -174,7 +184,7 @@ class Retaining(Watcher):
         if not is_due:
             return output
         self._forward_ends()
-        if not is_trained:
+        if not is_trained or self._why_none:
             return output.detach()
         if not output.requires_grad:
             self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
@@ -233,10 +243,10 @@ class Retaining(Watcher):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
         order, outputs, why = session.order, {}, None
         entries = entries_of(session, visit, range(order.n_visited))
-        if self._recording.policy_has_moved or self._weights != self._weights_now():
-            why = "its weights have changed since the rollout"
-        elif None in entries:
+        if None in entries:
             why = "the update has samples or steps that the rollout hadn't"
+        elif self._recording.policy_has_moved or self._weights.get(entries[0][0].batch) not in (None, self._weights_now()):
+            why = "its weights have changed since the rollout"
         else:
             for position in knots_of(order.n_visited, order.planned):
                 outputs[position] = self._outputs.pop(batch_of(entries[position]), None)

@@ -135,12 +135,14 @@ BENCH_CASES = list(dict.fromkeys(row["row"][:29] for row in BENCH if row["mode"]
 def bench_line(case, part):
     """Each mode's update or training step: median of the ratio, and in brackets its limit and what the cost model predicts."""
     found = {row["mode"]: row for row in BENCH if row["row"].startswith(case) and row["mode"] != "exact"}
+    is_exact = "exact, retain" in found
     cells = [
-        "{median:.2f} ({limit:.2f}, {predicted:.2f})".format(**found[mode][part])
-        for mode in ("jagg", "skip", "sequential")
+        "{median:.2f} ({limit:.2f}, {predicted:.2f})".format(**found[mode][part]) if mode in found else ""
+        for mode in ("jagg", "skip", "sequential", "exact, retain" if is_exact else "retain")
     ]
-    placed = ", ".join(map(str, found["jagg"]["knots"])) or "+".join(map(str, found["jagg"]["groups"]))
-    return f"| {' '.join(case.split())} | {placed} | {' | '.join(cells)} |"
+    row = next(iter(found.values()))
+    placed = ", ".join(map(str, row["knots"])) or "+".join(map(str, row["groups"])) or "exact"
+    return f"| {' '.join(case.split())} | {placed} | {' | '.join(cells)} |".replace("  ", " ")
 
 
 @pytest.mark.parametrize("case", BENCH_CASES)

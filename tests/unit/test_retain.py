@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_skip import keep_gradients, make_model
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.install import Handle
@@ -237,23 +238,52 @@ INFERENCE = (
 TOUCHED = "    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 1\n    model[0].weight.detach().mul_(1)\n"
 UNCOUNTED = TOUCHED[0], TOUCHED[0] + "    model[0].weight.data *= 1.01\n"
 MOVED = "its weights have changed since the rollout"
-UNUSED = {"inference": ("the rollout's forwards leave no graph", INFERENCE), "touched": (MOVED, TOUCHED)}
-UNUSED["past torch's counting"] = MOVED, UNCOUNTED
+SIGMAS, VELOCITY = "    sigmas = torch.linspace(1, 0, args.sampling_steps + 1)\n", "    velocity = run_model("
+MODES = SIGMAS, f"{SIGMAS}    model.eval()\n", VELOCITY, f"    transformer.train()\n{VELOCITY}"
+
+
+class CheckpointedInTraining(models.Plain):
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False) if self.training else self.net(x)
+
+
+UNUSED = {
+    "inference": ("the rollout's forwards leave no graph", INFERENCE, make_model),
+    "touched": (MOVED, TOUCHED, make_model),
+    "past torch's counting": (MOVED, UNCOUNTED, make_model),
+    "larger graphs": ("a forward of the rollout keeps ", MODES, CheckpointedInTraining),
+}
 
 
 @pytest.mark.parametrize("what", UNUSED)
 def test_graphs_that_cannot_be_used_are_said_and_given_up_after_three_updates(load_loop, capsys, what):
-    why, changes = UNUSED[what]
+    why, changes, make = UNUSED[what]
     pieces = ONE_BY_ONE + IN_ORDER + changes
-    own = run(load_loop(FLUX, *pieces), dict(frac=1), n_epochs=5)
+    own = run(load_loop(FLUX, *pieces), dict(frac=1), make(), n_epochs=5)
     capsys.readouterr()
-    retained = run(load_loop(FLUX, *pieces), dict(frac=1, retain=True), n_epochs=5)
+    retained = run(load_loop(FLUX, *pieces), dict(frac=1, retain=True), make(), n_epochs=5)
     assert_close(retained.gradients, own.gradients, rtol=1e-6, atol=1e-7)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("JAGG: graphs aren't used in ")]
     assert [line.split(":")[1] for line in lines] == [" graphs aren't used in this update"] * 2 + [
         " graphs aren't used in any update from here on"
     ]
     assert all(why in line for line in lines) and retained.forwards == own.forwards
+
+
+def test_weights_that_change_from_one_batch_of_a_rollout_to_the_next_are_seen(load_loop, capsys):
+    """As the third rollout's do after its first batch, which is one that is retained."""
+    pieces, calls = (ONE_BY_ONE[0], ONE_BY_ONE[1].replace("sigmas, model)", "sigmas, args.given(model))")), []
+
+    def given(model):
+        calls.append(True)
+        if len(calls) == 2 * N_SAMPLES + 2:
+            model[0].weight.data *= 1.01
+        return model
+
+    module = load_loop(FLUX, *pieces, *IN_ORDER)
+    retained = run(module, dict(frac=1, retain=True), n_epochs=3, given=given)
+    assert f"JAGG: graphs aren't used in this update: rank 0: {MOVED}\n" in capsys.readouterr().out
+    assert retained.forwards[2] == retained.forwards[1]
 
 
 @pytest.mark.parametrize("fails_in", ["rollout", "update"])

@@ -123,6 +123,26 @@ class OneEpochIsOver(Exception):
     pass
 
 
+def retained_changes(n_ranks):
+    n_prompts = n_ranks * RETAINED_BATCHES
+    return EPOCHS | {
+        "train.num_inner_epochs": 1,
+        "sample.num_batches_per_epoch": RETAINED_BATCHES,
+        "sample.unique_prompt_per_epoch": n_prompts,
+        "sample.unique_sample_per_epoch": n_prompts,
+    }
+
+
+def beside_own(retained, own):
+    """What the tests need of a run that retains graphs, and of its difference to the same one with its own forwards."""
+    return {
+        "errors": [relative_error(*pair) for pair in zip(retained["gradients"], own["gradients"], strict=True)],
+        "fewer": own["forwards"] - retained["forwards"],
+        "retained": retained["stats"]["retained_forwards"],
+        "alike": torch.equal(retained["rng"], own["rng"]) and retained["passes"] == own["passes"],
+    }
+
+
 def end_after_one_epoch(pipeline, test_dataloader, text_encoders, tokenizers, config, accelerator, global_step, *_):
     """In the place of the trainer's evaluation."""
     if global_step:
@@ -147,7 +167,7 @@ def noted_orders():
 
 @contextmanager
 def given_orders(orders):
-    """Inside, the trainer's own order of a rollout's samples is the next of `orders`: the one that it draws without a generator."""
+    """Inside, the trainer's own orders of a rollout's samples, drawn without a generator, are `orders`, one after the other."""
     left, randperm = list(orders), torch.randperm
 
     def given(n, *args, **kwargs):
@@ -386,26 +406,14 @@ def main(checkout, name, out):
         return comparison(skipped, full) | {"evaluations": evaluations, "recorded": len(recorded)}
 
     def retained_epochs():
-        """`{settings: what the tests need of a run that retains, and of its difference to own forwards in the same order}`."""
-        n_prompts, found = n_ranks * RETAINED_BATCHES, {}
-        changes = EPOCHS | {
-            "train.num_inner_epochs": 1,
-            "sample.num_batches_per_epoch": RETAINED_BATCHES,
-            "sample.unique_prompt_per_epoch": n_prompts,
-            "sample.unique_sample_per_epoch": n_prompts,
-        }
+        """`{settings: a run that retains beside one with own forwards in the same order, and that order}`."""
+        changes, found = retained_changes(n_ranks), {}
         for name, settings in RETAINED.items():
             with noted_orders() as orders:
                 retained = run(changes, settings | dict(retain=True), n_updates=4)
             with given_orders(orders):
                 own = run(changes, settings if name != "exact" else None, n_updates=4)
-            found[name] = {
-                "errors": [relative_error(*pair) for pair in zip(retained["gradients"], own["gradients"], strict=True)],
-                "orders": [order.tolist() for order in orders],
-                "fewer": own["forwards"] - retained["forwards"],
-                "retained": retained["stats"]["retained_forwards"],
-                "alike": torch.equal(retained["rng"], own["rng"]) and retained["passes"] == own["passes"],
-            }
+            found[name] = beside_own(retained, own) | {"orders": [order.tolist() for order in orders]}
         return found
 
     def refused_starts():

@@ -16,7 +16,8 @@ import flow_standins as standins
 import torch
 import torch.distributed as dist
 import wandb
-from flow_cells import CONFIG, EPOCHS, LOOP, WINDOW_CELLS, WINDOW_SKIPS, OneEpochIsOver, run_main, skips
+from flow_cells import CONFIG, EPOCHS, LOOP, RETAINED, WINDOW_CELLS, WINDOW_SKIPS
+from flow_cells import OneEpochIsOver, beside_own, retained_changes, run_main, skips
 from observe import local_weights, oracle_gradient, relative_error, self_checks
 from probes import agreements, read_log
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -150,10 +151,15 @@ def main(checkout, name, out):
         if record["stats"] and record["stats"]["groups"]:
             record["oracle_error"] = relative_error(record["gradients"][0], expected_gradient(record, source))
     skipped = skips(run, WINDOW_SKIPS | {"W=3": WINDOW_CELLS["W=3"]}, records)
-    probes = probed_records()
+    probes, changes = probed_records(), retained_changes(2) | {"sample.sde_window_size": 4}
+    retained = {
+        name: beside_own(run(changes, settings | dict(retain=True), 4), run(changes, settings if settings["frac"] else None, 4))
+        for name, settings in RETAINED.items()
+    }
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
     found = {"cells": records, "sources": sources, "refusal": refusal, "skips": skipped, "probes": probes}
+    found["retained"] = retained
     torch.save(found, out / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -111,6 +111,14 @@ def test_skipped_forwards_leave_the_gradient_and_are_the_planned_ones(ranks, cel
         check_skipped(rank["skips"][cell], (N_BATCHES - 1) * forwards)
 
 
+@pytest.mark.parametrize("settings", ["exact", "groups"])
+def test_retained_graphs_give_the_gradients_of_own_forwards(ranks, settings):
+    """In the second of two epochs, of both batches that come before the first optimizer step; windows of four steps."""
+    for found in (rank["retained"][settings] for rank in ranks):
+        assert found["retained"] == 2 * 4 and found["fewer"] == found["retained"]
+        assert max(found["errors"][:3]) <= 1e-6 and found["alike"]
+
+
 def test_a_second_inner_epoch_trains_from_other_ratios(ranks):
     for cell, record, _ in pairs(ranks[:1], "inner unpatched", "inner W=2"):
         assert len(record["gradients"]) == 2 and record["logged"][1]["approx_kl"] > record["logged"][0]["approx_kl"], cell

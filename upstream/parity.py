@@ -33,7 +33,6 @@ FINAL = 10  # training steps at the end that "final reward" averages over
 TRAILING = 5  # training steps that a curve is smoothed over before it is asked when it has reached something
 SHARE = 0.9  # of the baseline's gain
 TIMED_STEPS, ROUNDS = 6, 4  # training steps of a timed run, and timed runs of each arm
-WARM_UPS = 2  # of the training steps: then retaining has begun, and the schedule is chosen
 AS_LATER = {"JAGG_SELF_CHECK": "0"}  # of a timed run, so that its few steps are as those after a run's first ones
 
 
@@ -47,6 +46,11 @@ class Arm:
     @property
     def flags(self):
         return ["--timestep_fraction", f"{(self.visited + 0.5) / TRAINABLE:.3f}"]  # the trainer rounds down
+
+    @property
+    def n_warm_ups(self):
+        """Training steps of a timed run that don't count: from its third on it retains."""
+        return 2 if "JAGG_RETAIN" in self.jagg else 1
 
     @property
     def cost(self):
@@ -116,9 +120,9 @@ def compare(arms, runs, timed):
     finals = {arm: [float(np.mean(curve[-FINAL:])) for curve in curves] for arm, curves in rewards.items()}
     baseline = next(iter(arms))
     level = start + SHARE * (float(np.mean(finals[baseline])) - start)
-    results = {"reward_before": start, "level": level, "arms": {}}
+    results, n_warm_ups = {"reward_before": start, "level": level, "arms": {}}, max(arm.n_warm_ups for arm in arms.values())
     for arm, curves in rewards.items():
-        low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[WARM_UPS:]])
+        low, seconds, high = quartiles([row["seconds"] for rows in timed[arm] for row in rows[n_warm_ups:]])
         reached = [step for step in (first_reaching(curve, level) for curve in curves) if step]
         steps = mean_and_error(reached)
         differences = [mine - theirs for mine, theirs in zip(finals[arm], finals[baseline], strict=True)]

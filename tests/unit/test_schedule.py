@@ -91,9 +91,9 @@ def test_auto_stays_sequential_on_all_ranks_where_one_has_hooks(model, monkeypat
 def test_a_chosen_schedule_stays_and_measures_nothing(model, monkeypatch, name):
     monkeypatch.setattr(schedule, "free_bytes", None)
     monkeypatch.setattr(schedule, "graph_bytes", None)
-    chosen = Schedule(name)
+    chosen, session = Schedule(name), SimpleNamespace(retaining=SimpleNamespace(is_watching=False))
     for _ in range(4):
-        with chosen.measuring(model):
+        with chosen.around_forward(session, None):
             pass
         update(chosen, 1, model)
         assert isinstance(chosen.way(engine_of(model)), WAYS[name])

@@ -9,6 +9,7 @@ from jagg_patch.evidence.routing import Routing
 from jagg_patch.evidence.stats import Stats
 from jagg_patch.loop.knots import Knot
 from jagg_patch.loop.recording import Recording
+from jagg_patch.loop.retaining import Retaining
 from jagg_patch.loop.schedule import Schedule
 from jagg_patch.loop.session import Session
 from jagg_patch.loop.skipping import Skipping
@@ -29,7 +30,8 @@ def train(module):
 
 def session_on(module, config, *watchers):
     recording = Recording()
-    session = Session(config, Routing(config), Schedule(config.schedule), Skipping(config, recording), recording, watchers)
+    others = recording, Skipping(config, recording), Retaining(config, recording)
+    session = Session(config, Routing(config), Schedule(config.schedule), *others, watchers)
     vars(module).update(TRAINERS[FLUX].wrappers(vars(module), session))
     return session
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .checkpointed import keywords_saved
 from .memory import pack, storages_of_weights, unpack
 
 
@@ -30,5 +31,5 @@ def on_host(engine):
         device, kept = packed
         return unpack(kept) if device is None else kept.to(device, non_blocking=True)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_on_host, unpack_from_host):
+    with torch.autograd.graph.saved_tensors_hooks(pack_on_host, unpack_from_host), keywords_saved():
         yield found

@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jagg_patch.loop.checkpointed import keywords_saved
+
 
 class Mode(TorchDispatchMode):
     """Every operation passes through it, so that a wrapper around it, against torch.compile, costs as much as it does itself."""
@@ -43,8 +45,10 @@ class Saved:
         if not self._uses[key]:
             self.alive -= key[1]
 
+    @contextmanager
     def watching(self):
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor), keywords_saved():
+            yield
 
 
 def tensors(values):

@@ -103,7 +103,7 @@ RETAIN_CELLS = {
     for engine, names in {
         "FSDP1 FULL_SHARD": ("full", "full, checkpointing", "full, half checkpointed", "LoRA, checkpointing"),
         "FSDP1 SHARD_GRAD_OP": ("full", "LoRA, half checkpointed"),
-        "FSDP1 NO_SHARD": ("full", "LoRA, half checkpointed"),
+        "FSDP1 NO_SHARD": ("full", "full, half checkpointed"),
         "FSDP1 HYBRID_SHARD": ("full, half checkpointed", "LoRA"),
         "FSDP2": ("full", "full, checkpointing", "full, half checkpointed", "LoRA", "LoRA, checkpointing"),
     }.items()

@@ -66,13 +66,13 @@ def test_the_self_check_takes_no_more_than_the_training_step(engine_records, sch
 
 
 def test_retained_graphs_take_what_is_said(engine_records):
-    """Autograd keeps them and no more; beside them are the records of the rollout, and the weights' gradients as ever."""
+    """Autograd keeps all four (the first one is counted by JAGG's own hooks) and no more; gradients are there as ever."""
     (engine, _), records = engine_records
     if engine == "DDP":
         pytest.skip("it reduces after each of the loop's steps here, so that none are retained")
     for record in records:
         said, saved, allocated = record["retained"]
-        assert 0.95 * said <= saved <= said + record["saved"]["sequential"]
+        assert 0.95 * said * 3 / 4 <= saved <= said + record["saved"]["sequential"]
         assert allocated <= record["allocated"]["sequential"] + 1.05 * said
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import models
@@ -14,7 +15,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from jagg_patch import JaggConfig, JaggError, install
+from jagg_patch.engines import engine_of
 from jagg_patch.install import Handle
+from jagg_patch.loop.memory import graph_bytes
+from jagg_patch.loop.offload import on_host
 from jagg_patch.loop.recording import Recording
 from jagg_patch.loop.retaining import Retaining
 
@@ -339,3 +343,20 @@ def test_in_the_host_s_memory_it_is_the_same_in_every_bit(load_loop, plan, capsy
         "2 on the device and 0 in the host's",
         "0 on the device and 2 in the host's",
     ]
+
+
+def test_what_a_checkpointed_block_is_given_by_keyword_goes_to_the_host_as_well():
+    """Diffusers' blocks are called so; torch keeps what they are given where no hook sees it."""
+    model, x = make_model(), torch.randn(5, 3, requires_grad=True)
+
+    def gradients(kept):
+        with kept as found:
+            loss = checkpoint(lambda scale, x: model(scale * x), 2.0, x=x + 1, use_reentrant=False).square().sum()
+        return found[0], torch.cat([g.flatten() for g in torch.autograd.grad(loss, [x, *model.parameters()])])
+
+    of_square = 5 * 2 * x.element_size()
+    (_, own), (on_device, counted), (moved, back) = map(
+        gradients, (nullcontext([0]), graph_bytes(model), on_host(engine_of(model)))
+    )
+    assert on_device == moved == x.nbytes + of_square
+    assert torch.equal(counted, own) and torch.equal(back, own)

@@ -20,6 +20,7 @@ from ..engines.gradients import norms_of, own_part
 from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
 from ..ranks import gathered, least
+from . import checkpointed
 from .between import Retained, entries_of
 from .memory import free_bytes, graph_bytes, host_bytes, in_gb, joint_excess
 from .offload import on_host
@@ -330,7 +331,8 @@ class Retaining(Watcher):
             free -= joint_excess(self._engine.model, graph)  # which it may take
         n_sampled = self._recording.records.n_samples
         samples = self._n_seen, self._n_first or self._n_seen, n_sampled
-        mine = self._doubt, self._n_updates, samples, self._is_in_order, graph, free, int(HOST_SHARE * host_bytes())
+        host = int(HOST_SHARE * host_bytes()) if checkpointed.is_known else 0
+        mine = self._doubt, self._n_updates, samples, self._is_in_order, graph, free, host
         doubts, updates, samples, in_order, graphs, frees, hosts = zip(*gathered(mine), strict=True)
         rank, doubt = first_of(doubts)
         if doubt is not None:

@@ -87,6 +87,7 @@ RETAINED = {
     "9 of 15 steps, no JAGG": Arm(OFF),
     "9 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}),
     "frac 0.6, retained": Arm(RETAIN),
+    "frac 1, retained": Arm(RETAIN | ALL),
     "all 15 steps, no JAGG": Arm(OFF, 15),
     "15 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}, 15),
     "15, 5 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "5"}, 15),

@@ -32,7 +32,7 @@ class Cell:
     @property
     def has_knots(self):
         """Whether it is run with knots as well."""
-        return self.accumulates or (self.checkpointing and not self.lora and self.autocast is None)
+        return self.accumulates or (self.checkpointing > 0 and not self.lora and self.autocast is None)
 
 
 CELLS = {

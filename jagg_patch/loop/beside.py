@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from ..errors import JaggError
 from ..method.proxy import nodes_from
 from .watcher import Watcher
-from .weights import is_weight, lead_to_weights
+from .weights import hides_weights, is_weight, lead_to_weights
 
 
 class Beside(Watcher):
@@ -23,11 +23,12 @@ class Beside(Watcher):
     A loss may be kept for later than its group. Only what torch numbers is looked at: nodes of this thread.
 
     is_reached: whether the loss whose backward is running reaches weights; None where it isn't `torch.autograd.backward`'s.
+    is_bare: whether it reaches nothing but proxies, as far as its graph tells, and has run no backward inside.
     """
 
     def __init__(self):
         self._backward = self._noting = None  # torch's own, and what is in its place meanwhile
-        self.is_reached = None
+        self.is_reached, self.is_bare = None, False
         self.forget(None)
 
     def forget(self, session):
@@ -55,6 +56,7 @@ class Beside(Watcher):
         before = self.is_reached
         is_ours = self._session is not None and threading.get_ident() == self._thread
         is_outermost = is_ours and before is None  # and none that checkpointing runs inside
+        self.is_bare = False
         if is_outermost:
             self._session.tell("backward_begins")
         try:
@@ -68,6 +70,7 @@ class Beside(Watcher):
 
     def _look(self, roots):
         nodes = list(nodes_from(roots))
+        self.is_bare = self.is_reached is None and not any(hasattr(node, "variable") or hides_weights(node) for node in nodes)
         self.is_reached = any(map(is_weight, nodes))
         of_forwards = [node for node in nodes if self._is_of_a_forward(node)]
         if lead_to_weights(nodes_from(of_forwards)):

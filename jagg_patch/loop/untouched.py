@@ -1,5 +1,7 @@
 """Nobody changes gradients in the midst of a sample: what clips or scales them would miss what is still to come of a group's."""
 
+import weakref
+
 from ..engines.gradients import gradients_of, norms_of
 from ..errors import JaggError
 from .watcher import Watcher
@@ -9,7 +11,7 @@ class Untouched(Watcher):
     """From an update's first group on, compares the norms of the gradients that a backward leaves with those at the next one.
 
     Not their versions: DTensors changed by `torch._foreach_*` keep theirs, and so does what is changed through `.data`.
-    A backward that brings weights no gradient leaves them as they were when it began: then its end isn't looked at.
+    After a backward that brings weights no gradient they are what they were before it, and aren't taken again.
     """
 
     def __init__(self):
@@ -19,7 +21,7 @@ class Untouched(Watcher):
         self._engine = self._group = self._step = None  # of the last group, where it began; of a step whose loss is to come
         self._is_open = False
         self._left = None  # norms after the last backward; None where they may have been changed rightly
-        self._before, self._brings_none = None, False  # of the running backward: versions, and whether weights get none
+        self._versions = self._before = None  # of gradients at a backward's begin; what was left, if it brings none
 
     def update_ends(self, session):
         self.forget(session)
@@ -33,9 +35,8 @@ class Untouched(Watcher):
         self._is_open = False
 
     def gradient_comes(self, session, group, place, ready):
-        self._brings_none = not ready and session.beside.is_reached is False
-        if not self._brings_none:
-            self._left = None  # also in a backward that isn't torch.autograd's
+        self._before = None if ready else self._left
+        self._left = None  # in a backward that wasn't torch.autograd's, or fails
 
     def optimizer_steps(self, session, optimizer):
         self._left = None
@@ -46,7 +47,7 @@ class Untouched(Watcher):
             self._left = None
 
     def backward_begins(self, session):
-        self._before, self._brings_none = None, False
+        self._versions = self._before = None
         if not (self._left and (self._step or self._is_open)):
             return  # after a sample's last step, with no group open, a backward is another model's
         now = self._norms()
@@ -57,17 +58,24 @@ class Untouched(Watcher):
                 "a group's come late, and together: change them after whole samples only, or run with JAGG_ENABLED=0"
             )
         if now.keys() == self._left.keys():  # of this group's engine, and none of them has been moved away
-            self._before = self._versions()
+            self._versions = self._versions_now()
 
     def backward_ends(self, session):
         self._step = None
-        is_as_before = self._left and self._brings_none and self._before and self._versions() == self._before
-        if not is_as_before:
-            self._left = self._norms()
+        self._left = self._before if self._before and session.beside.is_bare and self._are_as_before() else self._norms()
 
-    def _versions(self):
-        """Which gradients there are and how often torch has changed them, in place of norms: hooks may bring some."""
-        return [(id(one.grad), one.grad._version) for one in self._engine.parameters() if one.grad is not None]
+    def _are_as_before(self):
+        """Which gradients there are, and how often torch has changed them: hooks may bring some."""
+        before, now = self._versions or (), self._versions_now()
+        return len(before) == len(now) > 0 and all(
+            one is other and version == other_version
+            for (one, version), (other, other_version) in zip(before, now, strict=True)
+        )
+
+    def _versions_now(self):
+        gradients = [parameter.grad for parameter in self._engine.parameters()]
+        # Of one tensor there is one such reference, and another's is another, also where it has come to be at the same place.
+        return [(weakref.ref(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def _norms(self):
         """By parameter. One that has no gradient has had it moved away: by the loop, or by FSDP1 during another forward."""

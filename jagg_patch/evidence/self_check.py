@@ -170,6 +170,9 @@ class SelfCheck(Watcher):
                     "run with JAGG_SELF_CHECK=0"
                 ) from None
             self._give_up(str(reason))
+            _, _, _, is_retained, _ = kept.way
+            if is_retained:
+                session.retaining.doubts_now(f"its self-check couldn't be made: {reason}")
             return
         finally:
             self.is_measuring = False
@@ -184,11 +187,11 @@ class SelfCheck(Watcher):
     def _judge(self, error, own_error, of_one, is_low, other, adds, differs):
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._kept.name(of_one[0]), of_one[1])
-            _, is_joint, *_ = self._kept.way
+            _, is_joint, _, is_retained, _ = self._kept.way
             raise JaggError(
                 f"{self._kept.where}: {which} is {size:.1%} off the one with each backward right after its forward\n"
                 "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
-                f"{'try JAGG_SCHEDULE=sequential, or ' * is_joint}run with JAGG_ENABLED=0"
+                f"{'try JAGG_RETAIN=0, or ' * is_retained}{'try JAGG_SCHEDULE=sequential, or ' * is_joint}run with JAGG_ENABLED=0"
             )
         if rounding(is_low) < own_error < math.inf and not self._others_are_said:
             self._others_are_said = True

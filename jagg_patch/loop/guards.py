@@ -68,6 +68,7 @@ class Guards(Watcher):
             ) from error
         if group is not None and (CHANGED in str(error) or isinstance(error, CheckpointError)):
             remedy = "pass broadcast_buffers=False to DDP" if group.engine.broadcasts_buffers else "let it keep a copy"
+            remedy += ", leave out JAGG_RETAIN" * session.config.retain
             raise JaggError(
                 f"{group.where}: a later forward has changed what the backward of an endpoint of the group reads (a buffer?)\n"
                 f"{remedy}, or run with JAGG_ENABLED=0; torch's own message is above"

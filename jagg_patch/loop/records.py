@@ -69,6 +69,9 @@ class Records:
         """Of each batch's samples among the rollout's."""
         return [batch.first_number for batch in self._batches]
 
+    def n_rows(self, batch):
+        return len(self._batches[batch].marks[0])
+
     def number(self, entry):
         """Which of the rollout's samples it is of."""
         return self._batches[entry.batch].first_number + entry.row

@@ -21,16 +21,17 @@ from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
 from ..ranks import gathered, least
 from . import checkpointed
+from .alike import Alike, why_other_output
 from .between import Retained, entries_of
 from .memory import free_bytes, graph_bytes, host_bytes, in_gb, joint_excess
 from .offload import on_host
 from .schedule import MEASURED_UPDATES
-from .skipping import why_other
 from .watcher import Watcher
 from .weights import hides_weights, is_of
 
 MOST_UNUSED = 3  # updates in a row
 MOST_LARGER = 1.5  # times a training forward's
+LOOK_EVERY = 10  # updates: one of its forwards is run again
 HOST_SHARE = 0.5  # of a rank's share of what is available
 
 
@@ -66,6 +67,7 @@ class Retaining(Watcher):
         recording.users.append(self)
         self._config, self._say = config, say
         self._doubt = None  # why not
+        self._alike = Alike()
         self._engine = self.stand_in = None  # the last group's
         self._n_updates = 0  # optimizer steps so far
         self.has_compared = False  # whether all of a rollout's outputs are the training forwards'
@@ -77,7 +79,7 @@ class Retaining(Watcher):
         self._is_in_order = True  # whether the update takes the rollout's samples one after the other
         self._n_sampled = self._n_retained = self._n_used = 0  # samples: of each rollout, and of its update
         self._n_on_device = 0  # of the first
-        self._n_unused = 0  # updates in a row of which none could be
+        self._n_unused = self._n_used_in = 0  # updates in a row of which none could be, and updates in which they were
         self.forget(None)
 
     def forget(self, session):
@@ -103,19 +105,29 @@ class Retaining(Watcher):
         if not (self.is_on and self._recording.is_recording and 0 <= place < self._n_retained):
             yield
             return
-        self._steps, self._n_taken, before = self._steps_of(session), 0, torch.is_grad_enabled()
+        number, n_orders, before = self._recording.records.n_batches - 1, len(self._orders), torch.is_grad_enabled()
+        self._steps, self._n_taken = self._steps_of(session), 0
         self._is_on_host = place >= self._n_on_device
-        self._weights[self._recording.records.n_batches - 1] = self._weights_now()
+        self._weights[number] = self._weights_now()
         # FSDP2's own asks for the mode. The rollout may call what the engine has wrapped.
         hooks = [module.register_forward_pre_hook(self._forward_begins, prepend=True) for module in wrapped(self._engine.model)]
         try:
             yield
+        except BaseException:
+            self._drop(number, n_orders)
+            raise
         finally:
             for hook in hooks:
                 hook.remove()
             self._forward_ends()
             torch.set_grad_enabled(before)
             self._steps = ()
+
+    def _drop(self, number, n_orders):
+        """What the batch of that number has left: it may be drawn again."""
+        del self._orders[n_orders:]
+        self._weights.pop(number)
+        self._outputs = {place: output for place, output in self._outputs.items() if place[0] != number}
 
     def _follow_plan(self, session):
         """Under `auto` samples may come to have more knots than memory was reckoned for."""
@@ -152,6 +164,8 @@ class Retaining(Watcher):
         return torch.randperm(n_steps, generator=self._generator)
 
     def _forward_begins(self, model, args):
+        if self._keeping is not None and not torch.is_grad_enabled():
+            self._why_none = "a forward of the rollout is under no_grad by itself (of guidance?)"
         if self._n_taken not in self._steps or self._keeping is not None or self._why_none:
             return
         torch.clear_autocast_cache()  # of casts that were made without a graph
@@ -184,14 +198,17 @@ class Retaining(Watcher):
         self._n_taken += is_trained
         if not is_due:
             return output
+        kept = output.clone() if output.requires_grad else None  # the trainer may change its own in place
         self._forward_ends()
         if not is_trained or self._why_none:
             return output.detach()
-        if not output.requires_grad:
+        if kept is None:
             self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
             return output
-        self._outputs[records.n_batches - 1, records.n_steps] = output
-        return output.detach().clone()  # which the trainer may change in place
+        if not records.n_steps or not self._outputs:
+            self._why_none = self._alike.why_other(self._engine.model, kept)
+        self._outputs[records.n_batches - 1, records.n_steps] = kept
+        return output.detach()
 
     def ordered(self, permutation, selected=None):
         """In place of the trainer's `permutation` of a sample's steps the one that its rollout went by.
@@ -242,17 +259,24 @@ class Retaining(Watcher):
 
     def _find(self, session, visit):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
-        order, outputs, why = session.order, {}, None
+        order, outputs, why = session.order, {}, self._why_none or self._doubt
         entries = entries_of(session, visit, range(order.n_visited))
-        if None in entries:
+        is_first = not self._n_seen
+        self._n_used_in += is_first
+        again = self._run_again(session, visit) if is_first and not self._n_used_in % LOOK_EVERY else None
+        if why is not None:
+            pass
+        elif None in entries:
             why = "the update has samples or steps that the rollout hadn't"
         elif self._recording.policy_has_moved or self._weights.get(entries[0][0].batch) not in (None, self._weights_now()):
             why = "its weights have changed since the rollout"
         else:
             for position in knots_of(order.n_visited, order.planned):
-                outputs[position] = self._outputs.pop(batch_of(entries[position]), None)
+                outputs[position] = self._outputs.pop(self._place_of(entries[position]), None)
             if None in outputs.values():
-                why = self._why_none or "the update has other batches, or needs other steps, than the rollout was asked for"
+                why = "the update has other batches, or needs other steps, than the rollout was asked for"
+            elif again is not None:
+                why = why_other_output(outputs[0], again)
         all_have, = least([why is None], visit.step.latents.device)
         if all_have:
             self._n_unused = 0
@@ -265,6 +289,20 @@ class Retaining(Watcher):
         self.is_on = not ends
         self._say(f"JAGG: graphs aren't used in {'any update from here on' if ends else 'this update'}: rank {rank}: {why}")
         return None
+
+    def _run_again(self, session, visit):
+        """The output of the training forward of `visit`. All ranks do it in the same updates."""
+        torch.clear_autocast_cache()
+        try:
+            with session.capturing() as outputs, torch.no_grad():
+                visit.forward()
+        finally:
+            torch.clear_autocast_cache()
+        return outputs[0]
+
+    def doubts_now(self, why):
+        """Graphs aren't used any more from the next update on, which says `why`."""
+        self._doubt = why
 
     def _watch_order(self, session, visit):
         entries, = entries_of(session, visit, [0])
@@ -286,7 +324,10 @@ class Retaining(Watcher):
 
     def update_ends(self, session):
         if self.is_watching and self._n_seen:
-            self._decide(session)
+            if session.order.n_visited < 2:
+                self._retains_none("of each sample a single step is trained")
+            elif self._engine is not None:  # else nothing was grouped in this update
+                self._decide(session)
         self.forget(session)
 
     # -- watching
@@ -302,13 +343,15 @@ class Retaining(Watcher):
     def model_output(self, session, visit, output):
         if self.is_watching and visit.place.is_knot and any(map(hides_weights, graph_nodes([output]))):
             self._doubts("activations are checkpointed reentrantly: pass use_reentrant=False (CheckpointImpl.NO_REENTRANT)")
+        if self.is_watching and visit.place.is_knot:
+            self._alike.show(session.group.engine.model, output)
 
     def proxy_given(self, session, visit, value):
         if not self.is_watching or self._recording.policy_has_moved:
             return
         entries, = entries_of(session, visit, [visit.place.position])
-        self._doubts(why_other(entries and self._recording.records.outputs(entries), value.detach(), False))
-        if entries is not None and batch_of(entries) is None:
+        self._doubts(why_other_output(entries and self._recording.records.outputs(entries), value.detach()))
+        if entries is not None and self._place_of(entries) is None:
             self._doubts("the update's batches aren't the rollout's")
 
     def _doubts(self, why):
@@ -336,12 +379,15 @@ class Retaining(Watcher):
         doubts, updates, samples, in_order, graphs, frees, hosts = zip(*gathered(mine), strict=True)
         rank, doubt = first_of(doubts)
         if doubt is not None:
-            self.is_on = self.is_watching = False
-            self._say(f"JAGG: no graphs are retained from here on: rank {rank}: {doubt}")
+            self._retains_none(f"rank {rank}: {doubt}")
         elif min(updates) >= MEASURED_UPDATES:
             self.is_watching, self.has_compared, self._is_in_order = False, True, all(in_order)
             self._measured = Measured(*map(min, zip(*samples, strict=True)), max(graphs), min(frees), min(hosts))
             self._choose(self._measured, n_knots)
+
+    def _retains_none(self, why):
+        self.is_on = self.is_watching = False
+        self._say(f"JAGG: no graphs are retained from here on: {why}")
 
     def _choose(self, measured, n_knots):
         """How many samples, of so many knots each, are retained, and where."""
@@ -372,6 +418,12 @@ class Retaining(Watcher):
             f"{in_gb(on_device)} are free on the device, and {in_gb(on_host)} of the host's may be taken"
         )
 
+    def _place_of(self, entries):
+        """The batch and the step of the records that have just these rows, in this order; None where none has."""
+        first = entries[0]
+        whole = [first._replace(row=row) for row in range(self._recording.records.n_rows(first.batch))]
+        return (first.batch, first.step) if entries == whole else None
+
     def _weights_now(self):
         """Of those that are trained versions, and norms: what is changed through `.data` keeps its version."""
         trained = [weight for weight in self._engine.parameters() if weight.requires_grad]
@@ -388,10 +440,3 @@ def wrapped(model):
 def first_of(reasons):
     """The first rank with one, and that; None twice where there is none."""
     return next(((rank, why) for rank, why in enumerate(reasons) if why is not None), (None, None))
-
-
-def batch_of(entries):
-    """The batch and the step of the records that have just these rows, in this order; None where none has."""
-    first = entries[0]
-    expected = [first._replace(row=row) for row in range(len(entries))]
-    return (first.batch, first.step) if entries == expected else None

@@ -240,7 +240,7 @@ INFERENCE = (
 )
 # Something puts the average of the weights in their place and back, say.
 TOUCHED = "    n = args.sampling_steps - 1\n", "    n = args.sampling_steps - 1\n    model[0].weight.detach().mul_(1)\n"
-UNCOUNTED = TOUCHED[0], TOUCHED[0] + "    model[0].weight.data *= 1.01\n"
+UNCOUNTED = TOUCHED[0], TOUCHED[0] + "    model[0].weight.data *= 1.000001\n"
 MOVED = "its weights have changed since the rollout"
 SIGMAS, VELOCITY = "    sigmas = torch.linspace(1, 0, args.sampling_steps + 1)\n", "    velocity = run_model("
 MODES = SIGMAS, f"{SIGMAS}    model.eval()\n", VELOCITY, f"    transformer.train()\n{VELOCITY}"

@@ -20,6 +20,7 @@ KEYS = {
         "backward_passes",
         "backward_passes_saved",
         "forward_passes_saved",
+        "forwards_retained",
         "rollout_seconds",
     ),
     *("update_seconds", "probe_seconds", "self_check_seconds", "probe", "cuts", "knots", "knots_at"),

@@ -208,10 +208,10 @@ def test_the_order_of_samples_is_kept_to_batches_of_the_rollout_and_begins_with_
     if not any(rank["retained"]["exact"]["orders"] for rank in ranks):
         pytest.skip("this trainer takes a rollout's samples as they come")
     for rank in ranks:
-        watched, retained = rank["retained"]["exact"]["orders"]
-        for order in watched, retained:
+        orders = rank["retained"]["exact"]["orders"][: len(ranks)]  # a single rank has given up by the second rollout
+        for order in orders:
             assert sorted(order[::2]) == [0, 2, 4, 6] and order[1::2] == [number + 1 for number in order[::2]]
-        assert len(ranks) == 1 or retained[0] == 6
+        assert len(ranks) == 1 or orders[1][0] == 6
 
 
 @pytest.mark.parametrize(

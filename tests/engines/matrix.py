@@ -95,6 +95,8 @@ RETAIN_RUNS = {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="j
     }.items()
     for retains in (False, True)
 }
+LOOKED_AT = "sequential, retained, looked at"  # each update runs one forward again
+RETAIN_RUNS[LOOKED_AT] = RETAIN_RUNS["sequential, retained"]
 RETAIN_KINDS = CELLS | {
     f"{name}, half checkpointed": replace(CELLS[f"{name}, checkpointing"], checkpointing=0.5) for name in ("full", "LoRA")
 }

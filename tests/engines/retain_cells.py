@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from matrix import N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
+from matrix import LOOKED_AT, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
 from matrix_cells import ARGS, Collectives, build, loop
 from observe import first_layer
 from skip_cells import MOVING_RATE
 
 from jagg_patch import JaggConfig, install
+from jagg_patch.loop import retaining
 
 
 def local_gradients(optimizer):
@@ -78,7 +79,8 @@ def run_all(name, cell):
     records = {}
     for label, settings in RETAIN_RUNS.items():
         try:
-            records[label] = run(name, cell, settings)
+            with patch.object(retaining, "LOOK_EVERY", 1 if label == LOOKED_AT else retaining.LOOK_EVERY):
+                records[label] = run(name, cell, settings)
         except Exception:
             return records | {label: {"failed": traceback.format_exc()}}
     return records

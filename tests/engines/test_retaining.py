@@ -6,10 +6,11 @@ The gradients are those of the training step's own forwards, before the first op
 import pytest
 import torch
 from launch import forked
-from matrix import HERE, N_RANKS, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES
+from matrix import HERE, LOOKED_AT, N_RANKS, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES
 
 PLACES = [(engine, cell) for engine, cells in RETAIN_CELLS.items() for cell in cells]
 RETAINED = {"exact": "unpatched"} | {run: run.removesuffix(", retained") for run in RETAIN_RUNS if run.endswith(", retained")}
+RETAINED |= {LOOKED_AT: "sequential"}
 LINE = "JAGG: graphs of 2 samples of each rollout are retained from here on, "
 
 
@@ -40,12 +41,13 @@ def test_gradients_are_those_of_own_forwards(ranks, run):
 
 @pytest.mark.parametrize("run", RETAINED)
 def test_no_forward_runs_and_nothing_is_gathered_before_the_first_optimizer_step(ranks, run):
-    n_retained = 2 * N_VISITED
+    n_retained, n_looked = 2 * N_VISITED, int(run == LOOKED_AT)
     for rank, runs in enumerate(ranks):
         found, own = runs[run], runs[RETAINED[run]]
         assert own["forwards"] == [1] * RETAIN_SAMPLES * N_VISITED
-        assert found["forwards"] == [0] * n_retained + [1] * (len(own["forwards"]) - n_retained)
-        assert found["gathers"][:n_retained] == [0] * n_retained
+        first = [n_looked] + [0] * (n_retained - 1)
+        assert found["forwards"] == first + [1] * (len(own["forwards"]) - n_retained)
+        assert not any(found["gathers"][n_looked:n_retained])
         assert found["said"].count(LINE) == (rank == 0)
 
 

@@ -679,7 +679,7 @@ OTHER_SAMPLE = "sample 1, visited step {} .* the sample isn't the one that the g
         ),
         (
             ["run_model(transformer,", "run_model(transformer.train(),"],
-            "sample 1, visited step 0 .* didn't call the model that it",
+            "sample 1, visited step 1 .* didn't call the model that it",
         ),
     ],
 )

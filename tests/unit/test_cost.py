@@ -1,5 +1,6 @@
 """The cost model gives the published arithmetic."""
 
+import json
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -48,19 +49,21 @@ def test_from_knot_to_knot_forwards_are_skipped_as_in_a_group():
     assert update_cost(15, groups) == 15 + 4 * 3 == 27
 
 
-# Trained and sampled steps, and settings.
+# Trained and sampled steps, settings, and the bench's row.
 README_ROWS = {
-    "DanceGRPO's Flux script: 9 of 15": (9, 16, {}),
-    "the same, exact": (9, 16, dict(frac=0)),
-    "[4 knots](jagg_patch/method/README.md), all 15": (15, 16, dict(knots=4)),
-    "the paper's setting: 20": (20, 20, {}),
+    "DanceGRPO's Flux script: 9 of 15": (9, 16, {}, "on 9 of 15 W=4 frac 0.6 JAGG, retained"),
+    "the same, exact": (9, 16, dict(frac=0), "on 9 of 15 exact, retained"),
+    "[4 knots](jagg_patch/method/README.md) of 15": (15, 16, dict(knots=4), "on 15 4 knots JAGG, retained"),
+    "the paper's setting: 20": (20, 20, {}, "on 20 W=4 frac 0.6 JAGG, retained"),
 }
+BENCH = json.loads((ROOT / "upstream/bench-results/bench.json").read_text())["rows"]
 
 
 @pytest.mark.parametrize("name", README_ROWS)
 def test_the_readme_s_first_table_is_the_cost_model_s(name):
     (row,) = re.findall(rf"\| {re.escape(name)} \|(.*)\|", README.read_text())
-    visited, sampled, settings = README_ROWS[name]
+    visited, sampled, settings, row_of_bench = README_ROWS[name]
+    (measured,) = (one["training_step"]["median"] for one in BENCH if " ".join(one["row"].split()) == row_of_bench)
     groups = plan_groups(visited, JaggConfig(**settings))
 
     def cell(sampled, **way):
@@ -68,7 +71,8 @@ def test_the_readme_s_first_table_is_the_cost_model_s(name):
         return f"{before:g} → {after:g}, {before / after:.2f}x"
 
     skipped = cell(sampled, forwards_a_group=ENDPOINTS_FIRST) if groups else ""
-    assert [found.strip() for found in row.split("|")] == [cell(0), cell(sampled), skipped, cell(sampled, retained=1.0)]
+    retained = f"{cell(sampled, retained=1.0)} ({measured:.2f})"
+    assert [found.strip() for found in row.split("|")] == [cell(0), cell(sampled), skipped, retained]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def bench_line(case, part):
         for mode in ("jagg", "skip", "sequential", "exact, retain" if is_exact else "retain")
     ]
     row = next(iter(found.values()))
-    placed = ", ".join(map(str, row["knots"])) or "+".join(map(str, row["groups"])) or "exact"
+    placed = ",".join(map(str, row["knots"])) or "+".join(map(str, row["groups"])) or "exact"
     return f"| {' '.join(case.split())} | {placed} | {' | '.join(cells)} |".replace("  ", " ")
 
 

@@ -53,7 +53,7 @@ def test_from_knot_to_knot_forwards_are_skipped_as_in_a_group():
 README_ROWS = {
     "DanceGRPO's Flux script: 9 of 15": (9, 16, {}, "on 9 of 15 W=4 frac 0.6 JAGG, retained"),
     "the same, exact": (9, 16, dict(frac=0), "on 9 of 15 exact, retained"),
-    "[4 knots](jagg_patch/method/README.md) of 15": (15, 16, dict(knots=4), "on 15 4 knots JAGG, retained"),
+    "[4 knots][knots] of 15": (15, 16, dict(knots=4), "on 15 4 knots JAGG, retained"),
     "the paper's setting: 20": (20, 20, {}, "on 20 W=4 frac 0.6 JAGG, retained"),
 }
 BENCH = json.loads((ROOT / "upstream/bench-results/bench.json").read_text())["rows"]

@@ -245,7 +245,8 @@ def script_arguments(script, data, out):
 
 
 ALL_STEPS = "--timestep_fraction 1".split()
-TWICE_A_ROLLOUT = [*ALL_STEPS, *"--num_generations 4 --max_train_steps 3".split()]  # optimizer steps
+# Optimizer steps, for two prompts' samples.
+TWICE_A_ROLLOUT = [*ALL_STEPS, *"--num_generations 4 --gradient_accumulation_steps 4 --max_train_steps 3".split()]
 # Of the script's --shift 3, as its timesteps have them: whole numbers.
 NOISE_LEVELS = [int(1000 * 3 * sigma / (1 + 2 * sigma)) for sigma in (1 - step / 16 for step in range(15))]
 KNOTS = best_knots(4, NOISE_LEVELS)  # before anything has been measured
@@ -275,7 +276,7 @@ def main_runs(dancegrpo, tmp_path_factory):
         ("all steps", dancegrpo, keep, ALL_STEPS),
         ("knots", patched, {"JAGG_KNOTS": "4", "JAGG_SELF_CHECK": "0", "JAGG_LOG": "log/knots.jsonl"}, ALL_STEPS),
         ("unmoved", dancegrpo, {}, unmoved),
-        ("unmoved, retained", patched, {"JAGG_FRAC": "0", "JAGG_RETAIN": "1"}, unmoved),
+        ("unmoved, retained", patched, {"JAGG_FRAC": "0", "JAGG_RETAIN": "1", "JAGG_SELF_CHECK": "0"}, unmoved),
         ("groups", patched, groups, TWICE_A_ROLLOUT),
         ("groups, retained", patched, groups | {"JAGG_RETAIN": "1"}, TWICE_A_ROLLOUT),
     ):
@@ -374,10 +375,10 @@ def test_the_script_retains_graphs_up_to_the_first_optimizer_step(main_runs, own
     own forwards, whose weights move alike.
     """
     printed, ranks = main_runs[1][f"{own}, retained"]
-    assert printed.count("JAGG: graphs of 2 samples of each rollout are retained from here on, 2 on the device and 0 in") == 1
-    assert printed.count("2 of 4 samples of a rank's update come before its first optimizer step and need no forward") == 1
+    assert printed.count("JAGG: graphs of 4 samples of each rollout are retained from here on, 4 on the device and 0 in") == 1
+    assert printed.count("4 of 8 samples of a rank's update come before its first optimizer step and need no forward") == 1
     for seen in ranks:
-        assert seen["forwards"] == [30, 30, 0, 30, 0, 30]
+        assert seen["forwards"] == [60, 60, 0, 60, 0, 60]
     pairs = list(zip(gradients(main_runs, f"{own}, retained"), gradients(main_runs, own), strict=True))
     assert len(pairs) == 6
     for found, expected in pairs:

@@ -87,6 +87,9 @@ def _from_zero(positions):
         raise ValueError
 
 
+ZERO_OR_ONE = (lambda value: None), "0 or 1"  # a rule: `_switch` knows no others
+
+
 def _setting(default, convert, rule, help):
     check, accepts = rule
     return field(default=default, metadata=dict(convert=convert, check=check, accepts=accepts, help=help))
@@ -99,7 +102,7 @@ class JaggConfig:
     Values may be given as strings, as the environment has them.
     """
 
-    enabled: bool = _setting(True, _switch, (lambda value: None, "0 or 1"), "0 leaves the trainer as it is")
+    enabled: bool = _setting(True, _switch, ZERO_OR_ONE, "0 leaves the trainer as it is")
     group_size: int = _setting(4, _whole, _at_least(2), "steps per group, W: their W backward passes become 2")
     frac: float | str = _setting(
         0.6,
@@ -146,16 +149,16 @@ class JaggConfig:
     skip_forwards: bool = _setting(
         False,
         _switch,
-        (lambda value: None, "0 or 1"),
+        ZERO_OR_ONE,
         "1 estimates a group's intermediate model outputs from those of the rollout instead of running the model",
     )
     offload_records: bool = _setting(
-        False, _switch, (lambda value: None, "0 or 1"), "1 keeps the rollout's recorded outputs in the host's memory"
+        False, _switch, ZERO_OR_ONE, "1 keeps the rollout's recorded outputs in the host's memory"
     )
     retain: bool = _setting(
         False,
         _switch,
-        (lambda value: None, "0 or 1"),
+        ZERO_OR_ONE,
         "1 has the rollout keep its graphs for the update, which then runs no forward before its first optimizer step",
     )
     retain_on: str = _setting(
@@ -176,7 +179,7 @@ class JaggConfig:
     self_check: bool = _setting(
         True,
         _switch,
-        (lambda value: None, "0 or 1"),
+        ZERO_OR_ONE,
         "0 leaves out the check that computes each group's gradient once more, at a run's start, in the unpatched order",
     )
     _given = frozenset()  # no setting: the names of those that the environment has

@@ -15,6 +15,11 @@ def gathered(value):
     return values
 
 
+def first_of(values):
+    """The first rank whose value isn't None, and that; None twice where there is none."""
+    return next(((rank, value) for rank, value in enumerate(values) if value is not None), (None, None))
+
+
 def least(numbers, device):
     """Of each of these whole numbers the least on any rank, the same list everywhere."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

@@ -10,6 +10,7 @@ check comes before anything has been trained, when an adapter may do nothing yet
 
 import math
 from collections import Counter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,10 +20,21 @@ from ..errors import JaggError
 from ..loop.between import compares
 from ..loop.watcher import Watcher
 from ..loop.weights import is_of, new_group
+from ..method.plan import Group
 from ..ranks import gathered
 from .kept_group import CannotCheck, KeptGroup, rounding
 from .log import now
 from .replay import nothing_changed, why_no_replay
+
+
+class Way(NamedTuple):
+    """How a group of the plan runs, and which it is: the same on every rank."""
+
+    group: Group
+    is_joint: bool
+    skips: bool
+    is_retained: bool
+    has_moved: bool
 
 
 class SelfCheck(Watcher):
@@ -147,9 +159,8 @@ class SelfCheck(Watcher):
         return had_none or (not any(others) and self._is_left(session, model, group))
 
     def _way_of(self, session, group):
-        """How a group of the plan runs, and which it is: the same on every rank."""
         is_retained = session.retaining.sample is not None
-        return group, session.schedule.name == "joint", session.skipping.is_on, is_retained, self._has_moved
+        return Way(group, session.schedule.name == "joint", session.skipping.is_on, is_retained, self._has_moved)
 
     def update_ends(self, session):
         if self._kept is not None and not self._has_asked and not self._has_said:
@@ -170,8 +181,7 @@ class SelfCheck(Watcher):
                     "run with JAGG_SELF_CHECK=0"
                 ) from None
             self._give_up(str(reason))
-            _, _, _, is_retained, _ = kept.way
-            if is_retained:
+            if kept.way.is_retained:
                 session.retaining.doubts_now(f"its self-check couldn't be made: {reason}")
             return
         finally:
@@ -187,11 +197,12 @@ class SelfCheck(Watcher):
     def _judge(self, error, own_error, of_one, is_low, other, adds, differs):
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._kept.name(of_one[0]), of_one[1])
-            _, is_joint, _, is_retained, _ = self._kept.way
+            way = self._kept.way
             raise JaggError(
                 f"{self._kept.where}: {which} is {size:.1%} off the one with each backward right after its forward\n"
                 "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
-                f"{'try JAGG_RETAIN=0, or ' * is_retained}{'try JAGG_SCHEDULE=sequential, or ' * is_joint}run with JAGG_ENABLED=0"
+                f"{'try JAGG_RETAIN=0, or ' * way.is_retained}{'try JAGG_SCHEDULE=sequential, or ' * way.is_joint}"
+                "run with JAGG_ENABLED=0"
             )
         if rounding(is_low) < own_error < math.inf and not self._others_are_said:
             self._others_are_said = True

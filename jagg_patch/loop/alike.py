@@ -32,20 +32,34 @@ def dropout_modes(model):
     return tuple(layer.training for layer in model.modules() if getattr(layer, "p", 0) and "Dropout" in type(layer).__name__)
 
 
-def why_other_output(recorded, output):
-    """Why `recorded`, what the rollout's forward has given, isn't the `output` of the training forward; None where it is."""
+def why_other(recorded, output, same):
+    """Why `recorded`, the rollout's output or None, isn't the training forward's; None where it is.
+
+    Args:
+        same: the relative difference up to which it is; None where the policy has moved, and only their shapes are compared.
+    """
     if recorded is None:
         return "the update has samples or steps that the rollout hadn't"
-    if (recorded.shape, recorded.dtype) != (output.shape, output.dtype):
-        kinds = f"{list(recorded.shape)}, {recorded.dtype} there, {list(output.shape)}, {output.dtype} here"
-        return f"the rollout's model outputs are of another kind: {kinds}"
-    difference, size = ((rows.detach().float().flatten(1).norm(dim=1)) for rows in (recorded.to(output) - output, output))
+    if recorded.shape != output.shape:
+        shapes = f"{list(recorded.shape)} there, {list(output.shape)} here"
+        return f"the rollout calls the model with other inputs: its outputs are {shapes}"
+    if same is None:
+        return None
+    error, size = ((rows.detach().float().flatten(1).norm(dim=1)) for rows in (recorded.to(output) - output, output))
     if not torch.isfinite(size).all():
         return "a model output isn't finite (NaN or inf)"
-    limit = SAME if output.dtype in (torch.float32, torch.float64) else SAME_IN_HALF
-    if (difference <= limit * size).all():
+    if (error <= same * size).all():
         return None
+    difference = (error / size).max().item()
+    percent = f"{100 * difference:.2g}%" if difference < 1 else f"{difference:.0%}"
     return (
-        f"the rollout's model outputs differ by {(difference / size).max().item():.2g} from the training forward's before the "
-        "policy moved (other guidance or precision, a cached or approximate rollout?)"
+        f"the rollout's model outputs differ by {percent} from the training forward's before the policy moved "
+        "(other guidance or precision, a cached or approximate rollout?)"
     )
+
+
+def why_not_equal(recorded, output):
+    """`why_other`, of outputs that are one up to rounding."""
+    if recorded is not None and recorded.dtype != output.dtype:
+        return f"the rollout's model outputs are {recorded.dtype}, and {output.dtype} in training"
+    return why_other(recorded, output, SAME if output.dtype in (torch.float32, torch.float64) else SAME_IN_HALF)

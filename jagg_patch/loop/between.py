@@ -143,14 +143,7 @@ class LookAhead(_Recorded):
     def _run_last(self, session, visit, latents):
         """The model output of the knot after, whose `latents` the rollout has recorded."""
         changed = visit.step.at(session.order.expected(len(visit.indices), self._gap[-1]), latents)
-        torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
-        try:
-            with session.capturing() as outputs, torch.set_grad_enabled(self.keeps_graph):
-                visit.forward(**changed)
-        finally:
-            torch.clear_autocast_cache()
-        require_one_solver_call(visit.where, len(outputs))
-        return outputs[0]
+        return run_apart(session, visit, self.keeps_graph, **changed)
 
 
 class EndpointsFirst(LookAhead):
@@ -205,6 +198,18 @@ def _kind(session, group, gap):
     if not skipping.is_on or len(gap) <= kind.n_forwards:
         return Forwards
     return Compared if skipping.must_compare(gap) and not session.retaining.has_compared else kind
+
+
+def run_apart(session, visit, keeps_graph=False, **changed):
+    """The model output of a training forward that is no step of the loop: that of `visit`, with arguments `changed`."""
+    torch.clear_autocast_cache()  # casts that both knots' graphs shared would be added up in the lower precision
+    try:
+        with session.capturing() as outputs, torch.set_grad_enabled(keeps_graph):
+            visit.forward(**changed)
+    finally:
+        torch.clear_autocast_cache()
+    require_one_solver_call(visit.where, len(outputs))
+    return outputs[0]
 
 
 def entries_of(session, visit, positions):

@@ -19,10 +19,10 @@ import torch
 from ..engines.gradients import norms_of, own_part
 from ..method.plan import knots_of
 from ..method.proxy import graph_nodes
-from ..ranks import gathered, least
+from ..ranks import first_of, gathered, least
 from . import checkpointed
-from .alike import Alike, why_other_output
-from .between import Retained, entries_of
+from .alike import Alike, why_not_equal
+from .between import Retained, entries_of, run_apart
 from .memory import free_bytes, graph_bytes, host_bytes, in_gb, joint_excess
 from .offload import on_host
 from .schedule import MEASURED_UPDATES
@@ -259,24 +259,15 @@ class Retaining(Watcher):
 
     def _find(self, session, visit):
         """The ranks go on together: one that ran its forwards alone would deadlock."""
-        order, outputs, why = session.order, {}, self._why_none or self._doubt
-        entries = entries_of(session, visit, range(order.n_visited))
         is_first = not self._n_seen
         self._n_used_in += is_first
-        again = self._run_again(session, visit) if is_first and not self._n_used_in % LOOK_EVERY else None
-        if why is not None:
-            pass
-        elif None in entries:
-            why = "the update has samples or steps that the rollout hadn't"
-        elif self._recording.policy_has_moved or self._weights.get(entries[0][0].batch) not in (None, self._weights_now()):
-            why = "its weights have changed since the rollout"
-        else:
-            for position in knots_of(order.n_visited, order.planned):
-                outputs[position] = self._outputs.pop(self._place_of(entries[position]), None)
-            if None in outputs.values():
-                why = "the update has other batches, or needs other steps, than the rollout was asked for"
-            elif again is not None:
-                why = why_other_output(outputs[0], again)
+        is_looked_at = is_first and not self._n_used_in % LOOK_EVERY
+        again = run_apart(session, visit) if is_looked_at else None  # on all ranks in the same updates
+        entries = entries_of(session, visit, range(session.order.n_visited))
+        outputs = {}
+        why = self._why_none or self._doubt or self._why_not_found(session, entries, outputs)
+        if why is None and is_looked_at:
+            why = why_not_equal(outputs[0], again)
         all_have, = least([why is None], visit.step.latents.device)
         if all_have:
             self._n_unused = 0
@@ -290,15 +281,17 @@ class Retaining(Watcher):
         self._say(f"JAGG: graphs aren't used in {'any update from here on' if ends else 'this update'}: rank {rank}: {why}")
         return None
 
-    def _run_again(self, session, visit):
-        """The output of the training forward of `visit`. All ranks do it in the same updates."""
-        torch.clear_autocast_cache()
-        try:
-            with session.capturing() as outputs, torch.no_grad():
-                visit.forward()
-        finally:
-            torch.clear_autocast_cache()
-        return outputs[0]
+    def _why_not_found(self, session, entries, outputs):
+        """Puts the outputs of the knots of the sample at `entries` into `outputs`; returns why it can't, or None."""
+        if None in entries:
+            return "the update has samples or steps that the rollout hadn't"
+        if self._recording.policy_has_moved or self._weights.get(entries[0][0].batch) not in (None, self._weights_now()):
+            return "its weights have changed since the rollout"
+        for position in knots_of(session.order.n_visited, session.order.planned):
+            outputs[position] = self._outputs.pop(self._place_of(entries[position]), None)
+        if None in outputs.values():
+            return "the update has other batches, or needs other steps, than the rollout was asked for"
+        return None
 
     def doubts_now(self, why):
         """Graphs aren't used any more from the next update on, which says `why`."""
@@ -350,7 +343,7 @@ class Retaining(Watcher):
         if not self.is_watching or self._recording.policy_has_moved:
             return
         entries, = entries_of(session, visit, [visit.place.position])
-        self._doubts(why_other_output(entries and self._recording.records.outputs(entries), value.detach()))
+        self._doubts(why_not_equal(entries and self._recording.records.outputs(entries), value.detach()))
         if entries is not None and self._place_of(entries) is None:
             self._doubts("the update's batches aren't the rollout's")
 
@@ -435,8 +428,3 @@ def wrapped(model):
     while model is not None:
         yield model
         model = getattr(model, "module", None) if isinstance(getattr(model, "module", None), torch.nn.Module) else None
-
-
-def first_of(reasons):
-    """The first rank with one, and that; None twice where there is none."""
-    return next(((rank, why) for rank, why in enumerate(reasons) if why is not None), (None, None))

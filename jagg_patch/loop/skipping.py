@@ -3,11 +3,10 @@
 That is checked, and agreed by all ranks, since one rank that ran its forwards alone would deadlock.
 """
 
-import torch
-
 from ..method.plan import least_forwards
 from ..method.quality import SAME
-from ..ranks import gathered, least
+from ..ranks import first_of, gathered, least
+from .alike import why_other
 from .memory import in_gb
 from .watcher import Watcher
 
@@ -52,7 +51,7 @@ class Skipping(Watcher):
 
     def compare(self, recorded, output):
         """Note it if `recorded`, the rollout's output or None, isn't what the training forward gives under the same policy."""
-        self.doubts(why_other(recorded, output, self.policy_has_moved))
+        self.doubts(why_other(recorded, output, None if self.policy_has_moved else SAME))
 
     def begins(self):
         """A group skips its forwards."""
@@ -69,31 +68,7 @@ class Skipping(Watcher):
         self._recording.policy_has_moved = not unmoved  # on one rank, where that trains another model too
         if agreed:
             return True
-        doubts = gathered(self._doubt)
-        for rank, doubt in enumerate(doubts):
-            if doubt is not None:
-                self.is_on = False
-                self._say(f"JAGG: no forwards are skipped from here on: rank {rank}: {doubt}")
-                return False
-        return True
-
-
-def why_other(recorded, output, policy_has_moved):
-    """Why `recorded`, the rollout's output or None, isn't the training forward's under the same policy; None where it is."""
-    if recorded is None:
-        return "the update has samples or steps that the rollout hadn't"
-    if recorded.shape != output.shape:
-        shapes = f"{list(recorded.shape)} there, {list(output.shape)} here"
-        return f"the rollout calls the model with other inputs: its outputs are {shapes}"
-    if policy_has_moved:
-        return None
-    error, size = ((rows.detach().float().flatten(1).norm(dim=1)) for rows in (recorded.to(output) - output, output))
-    if not torch.isfinite(size).all():
-        return "a model output isn't finite (NaN or inf)"
-    if (error <= SAME * size).all():
-        return None
-    difference = (error / size).max().item()
-    return (
-        f"the rollout's model outputs differ by {difference:.0%} from the training forward's before the policy moved "
-        "(other guidance, a cached or approximate rollout?)"
-    )
+        rank, doubt = first_of(gathered(self._doubt))
+        self.is_on = False
+        self._say(f"JAGG: no forwards are skipped from here on: rank {rank}: {doubt}")
+        return False

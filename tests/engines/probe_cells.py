@@ -7,10 +7,8 @@ test_probe.py.
 import argparse
 import functools
 import itertools
-import logging
 import sys
 import traceback
-import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from unittest.mock import patch
 import engines
 import torch
 import torch.distributed as dist
+from as_rank import recording_rank
 from live import Allocated
 from matrix import Cell
 from observe import Loop, folded, model_output, recorded_steps
@@ -531,20 +530,13 @@ CELLS |= {f"ZeRO-{engine.stage}": functools.partial(refused, engine) for engine 
 
 
 def main(out, *names):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
-    records = {}
-    for name in names or CELLS:
-        try:
-            with patch("jagg_patch.engines.gradients.on_host", lambda storage: False):  # gradients are emptied as on a device
-                records[name] = CELLS[name]()
-        except Exception:
-            records[name] = {"failed": traceback.format_exc()}
-    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with recording_rank(out) as records:
+        for name in names or CELLS:
+            try:
+                with patch("jagg_patch.engines.gradients.on_host", lambda storage: False):  # emptied as on a device
+                    records[name] = CELLS[name]()
+            except Exception:
+                records[name] = {"failed": traceback.format_exc()}
 
 
 if __name__ == "__main__":

@@ -5,18 +5,15 @@ matrix.py, the tests that read the records in test_retaining.py.
 """
 
 import argparse
-import gc
 import io
-import logging
 import sys
 import traceback
-import warnings
 from contextlib import redirect_stdout
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from as_rank import recording_rank
 from matrix import LOOKED_AT, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
 from matrix_cells import ARGS, Collectives, build, loop
 from observe import first_layer
@@ -87,18 +84,9 @@ def run_all(name, cell):
 
 
 def main(out, *names):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
-    records = {}
-    for name in names or RETAIN_CELLS:
-        gc.collect()
-        gc.freeze()
-        records[name] = {label: run_all(name, cell) for label, cell in RETAIN_CELLS[name].items()}
-    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with recording_rank(out) as records:
+        for name in names or RETAIN_CELLS:
+            records[name] = {label: run_all(name, cell) for label, cell in RETAIN_CELLS[name].items()}
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ import argparse
 import gc
 import io
 import itertools
-import logging
 import sys
 import traceback
-import warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from as_rank import recording_rank
 from engines import LEARNING_RATE
 from matrix import (
     DISAGREEING,
@@ -157,18 +155,11 @@ def run_engine(name):
 
 
 def main(out, *names):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
-    records = {}
-    for name in names or ENGINES:
-        gc.collect()
-        gc.freeze()  # what was imported; DeepSpeed collects garbage whenever it wraps a model
-        records[name] = run_engine(name)
-    torch.save(records, Path(out) / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with recording_rank(out) as records:
+        for name in names or ENGINES:
+            gc.collect()
+            gc.freeze()  # what was imported; DeepSpeed collects garbage whenever it wraps a model
+            records[name] = run_engine(name)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main(checkout, out):
         handle = install(vars(trainer), config=config) if config else None
         with observer.watching() as seen, recorded_steps(trainer) as steps, refusals() as refused:
             for _ in range(n_training_steps):
-                trainer.train_one_step(**arguments)
+                trainer.train_one_step(**arguments | {"loader": train_arguments()["loader"]})  # which has one batch
         if handle:
             handle.uninstall()
         return {

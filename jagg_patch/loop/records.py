@@ -76,6 +76,12 @@ class Records:
         """Which of the rollout's samples it is of."""
         return self._batches[entry.batch].first_number + entry.row
 
+    def batch_of(self, entries):
+        """The batch and the step that have just these rows, in this order; None where none has."""
+        first = entries[0]
+        whole = [first._replace(row=row) for row in range(self.n_rows(first.batch))]
+        return (first.batch, first.step) if entries == whole else None
+
     @property
     def n_steps(self):
         """Of the running batch so far."""

@@ -70,7 +70,7 @@ class Schedule(Watcher):
         self._is_new = False
 
     def around_forward(self, session, visit):
-        is_needed = self.name == "auto" or session.retaining.is_watching
+        is_needed = self.name == "auto" or session.retaining.trial.is_on
         return self.measuring(visit.step.model) if is_needed else nullcontext()
 
     @contextmanager

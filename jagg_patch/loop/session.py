@@ -45,7 +45,7 @@ class Session:
         self.config, self.schedule = config, schedule
         self.recording, self.skipping, self.retaining = recording, skipping, retaining
         self.order, self.weights, self.beside = Order(planner, retaining), SameWeights(config.self_check), Beside()
-        deciding = Guards(), self.weights, self.beside, Untouched(), skipping, retaining, recording, schedule
+        deciding = Guards(), self.weights, self.beside, Untouched(), skipping, retaining.trial, retaining, recording, schedule
         self._watchers = [*deciding, *watchers]
         self._captured = None  # model outputs, while a forward runs that is no step of the loop
         self._stepping = None  # an optimizer, while it does

@@ -92,9 +92,9 @@ def retained(engine, repeats):
     """What the graphs of a rollout's two samples are said to take, in bytes, and the peaks of training steps that retain them."""
     said, choose = [], Retaining._choose
 
-    def noted_choose(retaining, measured, n_knots):
-        choose(retaining, measured, n_knots)
-        said.append(retaining._n_retained * n_knots * measured.graph)
+    def noted_choose(retaining, n_knots):
+        choose(retaining, n_knots)
+        said.append(retaining._room.n_retained * n_knots * retaining._shown.measured.graph)
 
     settings = dict(group_size=3, frac=1, schedule="sequential", self_check=False, retain=True, retain_on="device")
     handle, args = install(vars(loop), config=JaggConfig(**settings)), argparse.Namespace(**vars(ARGS), rollout_batch=1)

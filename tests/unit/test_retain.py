@@ -18,10 +18,10 @@ from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.engines import engine_of
 from jagg_patch.install import Handle
 from jagg_patch.loop import retaining
+from jagg_patch.loop.drawn import Drawn
 from jagg_patch.loop.memory import graph_bytes
 from jagg_patch.loop.offload import on_host
-from jagg_patch.loop.recording import Recording
-from jagg_patch.loop.records import Entry
+from jagg_patch.loop.records import Entry, Records
 from jagg_patch.loop.retaining import Retaining
 
 FLUX = "train_grpo_flux"
@@ -128,34 +128,26 @@ def test_with_a_fraction_a_sample_is_trained_at_the_steps_that_its_rollout_was_d
     assert len({tuple(row.tolist()) for row in steps}) > len(steps) / 2
 
 
-class OnDevice(Retaining):
-    """As with a model on a device of that kind."""
-
-    def __init__(self, kind):
-        super().__init__(JaggConfig(retain=True), Recording())
-        self._engine = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=SimpleNamespace(type=kind))])
-
-
-def drawn(kind, n_rollouts, n_samples=4, n_steps=15):
-    retaining, orders = OnDevice(kind), []
+def drawn(device, n_rollouts, n_samples=4, n_steps=15):
+    ahead, orders = Drawn(), []
     for _ in range(n_rollouts):
-        orders += [retaining._draw(n_steps) for _ in range(n_samples)]
-        retaining.forget(None)
+        orders += [ahead.draw(n_steps, device) for _ in range(n_samples)]
+        ahead.forget()
         torch.randn(7)  # the rollout's noise, from the CPU's generator on a CPU alone
     return torch.stack(orders)
 
 
 def test_on_a_gpu_orders_are_those_that_the_trainer_draws_after_its_rollout():
     torch.manual_seed(3)
-    retaining = OnDevice("cuda")
-    before = [retaining._draw(15) for _ in range(5)]
+    ahead = Drawn()
+    before = [ahead.draw(15, "cuda") for _ in range(5)]
     assert torch.equal(torch.stack(before), torch.stack([torch.randperm(15) for _ in range(5)]))
 
 
 def test_drawing_leaves_the_trainer_s_random_numbers_alone():
-    for kind in ("cpu", "cuda"):
+    for device in ("cpu", "cuda"):
         torch.manual_seed(3)
-        OnDevice(kind)._draw(15)
+        Drawn().draw(15, device)
         assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
 
 
@@ -184,15 +176,15 @@ def test_where_samples_come_to_have_more_knots_fewer_are_retained(load_loop, mon
     monkeypatch.setattr(sys.modules[Handle.__module__], "Retaining", Noted)
     settings, n_knots = dict(frac=1, retain=True), 8  # in four groups
     run(load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER), settings)
-    graph = made[0]._measured.graph
+    graph = made[0]._shown.measured.graph
     run(load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER), settings | dict(retain_gb=(2 * n_knots + 0.5) * graph / 1e9))
     said, retaining = capsys.readouterr().out, made[1]
-    assert said.count("JAGG: graphs of 2 samples of each rollout are retained") == 2 and retaining._n_retained == 2
+    assert said.count("JAGG: graphs of 2 samples of each rollout are retained") == 2 and retaining._room.n_retained == 2
     exact = SimpleNamespace(order=SimpleNamespace(planner=SimpleNamespace(groups=lambda n_steps: ())))
     retaining._follow_plan(exact)
     retaining._follow_plan(exact)
     assert capsys.readouterr().out.count("JAGG: graphs of 1 samples of each rollout are retained") == 1
-    assert retaining._n_retained == 1 and retaining.is_on
+    assert retaining._room.n_retained == 1 and retaining.is_on
 
 
 # -- when it can't
@@ -354,15 +346,14 @@ def test_one_forward_in_ten_updates_is_run_again_and_shows_a_rollout_that_has_ch
 
 def test_a_graph_is_that_of_a_whole_batch():
     """The first of its rows alone would be broadcast."""
-    recording = Recording()
-    recording.records.begin_batch()
+    records = Records()
+    records.begin_batch()
     for _ in range(4):
-        recording.records.add(torch.randn(2, 3), torch.randn(2, 3))
-    found = Retaining(JaggConfig(retain=True), recording)
+        records.add(torch.randn(2, 3), torch.randn(2, 3))
     first, second = Entry(0, 0, 3), Entry(0, 1, 3)
-    assert found._place_of([first, second]) == (0, 3)
+    assert records.batch_of([first, second]) == (0, 3)
     for rows in ([first], [second], [second, first], [first, second, first]):
-        assert found._place_of(rows) is None
+        assert records.batch_of(rows) is None
 
 
 def test_a_batch_that_is_drawn_again_leaves_nothing_of_the_first_time(load_loop, without_contract, capsys):

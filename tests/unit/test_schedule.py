@@ -91,7 +91,7 @@ def test_auto_stays_sequential_on_all_ranks_where_one_has_hooks(model, monkeypat
 def test_a_chosen_schedule_stays_and_measures_nothing(model, monkeypatch, name):
     monkeypatch.setattr(schedule, "free_bytes", None)
     monkeypatch.setattr(schedule, "graph_bytes", None)
-    chosen, session = Schedule(name), SimpleNamespace(retaining=SimpleNamespace(is_watching=False))
+    chosen, session = Schedule(name), SimpleNamespace(retaining=SimpleNamespace(trial=SimpleNamespace(is_on=False)))
     for _ in range(4):
         with chosen.around_forward(session, None):
             pass

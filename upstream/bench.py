@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_loop import Meter  # noqa: E402
 from bench_models import ALL, ALL_KNOTS, MODELS, build  # noqa: E402
-from bench_rows import MODES, NAMES, OF_EXACT, PARTS, Row, call_seconds, cases, describe, measure  # noqa: E402
+from bench_rows import MODES, NAMES, OF_EXACT, PARTS, RETAINED, Row, call_seconds, cases, describe, measure  # noqa: E402
 from results import command_line, made_by, make_folder  # noqa: E402
 
 from jagg_patch.errors import JaggError  # noqa: E402
@@ -31,7 +31,8 @@ def compared(results):
 
 def table(results):
     heads = "".join(f"{f'{name} (quartiles)':>26}{'limit':>7}{'of it':>7}{'model':>7}" for name in ("update", "training step"))
-    lines = [f"{'checkpointing, steps, grouping, mode':44}{'groups, knots':22}{heads}{'  peak GB' * torch.cuda.is_initialized()}"]
+    heads += f"{'faults':>8}" + "  peak GB" * torch.cuda.is_initialized()  # of pages of memory that are new to the process
+    lines = [f"{'checkpointing, steps, grouping, mode':44}{'groups, knots':22}{heads}"]
     for row in results["rows"]:
         line = f"{row['row']:44}{','.join(map(str, row['knots'])) or '+'.join(map(str, row['groups'])):22}"
         for part in PARTS:
@@ -40,7 +41,7 @@ def table(results):
             elif "limit" in row[part]:
                 line += f"{'{median:.3f} ({q1:.3f}-{q3:.3f})'.format(**row[part]):>26}{row[part]['limit']:>7.3f}"
                 line += f"{row[part]['median'] / row[part]['limit']:>7.1%}{row[part]['predicted']:>7.3f}"
-        line += f"{row['peak_bytes'] / 1e9:>9.1f}" if row["peak_bytes"] else ""
+        line += f"{row['page_faults']:>8.0f}" + (f"{row['peak_bytes'] / 1e9:>9.1f}" if row["peak_bytes"] else "")
         lines.append(line + "  out of memory" * row["out_of_memory"])
     for name, seconds in results["call_seconds"].items():
         calls = ", ".join(f"{kind} {value * 1e3:.4g} ms" for kind, value in seconds.items())
@@ -64,7 +65,7 @@ def plot(results, path):
     names = list(dict.fromkeys(row["row"][:29] for row in rows))
     figure, axes = plt.subplots(1, 2, figsize=(13, 1.6 + 0.5 * len(names)), sharey=True, layout="constrained")
     for axis, part in zip(axes, PARTS, strict=True):
-        for number, mode in enumerate(list(MODES)[1:]):
+        for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
             chosen = [row for row in rows if row["mode"] == mode]
             y = [names.index(row["row"][:29]) + 0.17 * (number - 2) for row in chosen]
             x, low, high, limit, model = (
@@ -90,6 +91,7 @@ def add_arguments(parser):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="float32 on the CPU, bfloat16 on one GPU")
     parser.add_argument("--model", choices=MODELS, help="flux and qwenimage at full size, 720x720 (default small, on cuda flux)")
     parser.add_argument("--all", action="store_true", help="every W, frac, number of knots, of steps, and checkpointing")
+    parser.add_argument("--retained", action="store_true", help="only retained graphs, on the device and in the host's memory")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -107,7 +109,8 @@ def command(args):
     """The command line that `args` came from."""
     options = ("device", "model", "seconds", "rounds", "layers", "heads", "side", "text")
     given = [f"--{name} {getattr(args, name)}" for name in options if getattr(args, name) is not None]
-    return " ".join(["python upstream/bench.py --out OUT", *["--all"] * args.all, *given])
+    flags = [f"--{name}" for name in ("all", "retained") if getattr(args, name)]
+    return " ".join(["python upstream/bench.py --out OUT", *flags, *given])
 
 
 def run(args):
@@ -128,7 +131,7 @@ def run(args):
     planned = [
         Row(case, mode, model, meter, settings)
         for case in (cases(ALL, ALL_KNOTS) if args.all else cases(known.cases, known.knots))
-        for mode in MODES
+        for mode in (RETAINED if args.retained else MODES)
         if (mode in OF_EXACT) != bool(case.groups)
     ]
     budget = known.seconds if args.seconds is None else args.seconds

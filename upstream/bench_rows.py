@@ -1,6 +1,7 @@
 """What upstream/bench.py measures: cases, each in several modes, trained in rounds; and what their seconds come to."""
 
 import random
+import resource
 import types
 from collections import defaultdict
 from statistics import median
@@ -27,10 +28,17 @@ MODES = {
     "retain": {"schedule": "joint", "retain": True},
     "exact, retain": {"frac": 0, "schedule": "sequential", "retain": True},
 }
-OF_EXACT = "exact", "exact, retain"  # modes of cases without groups
+OF_EXACT = "exact", "exact, retain", "exact, on host"  # modes of cases without groups
+RETAINED = {  # in the place of those
+    "exact": MODES["exact"],
+    "retain": MODES["retain"],
+    "on host": MODES["retain"] | {"retain_on": "host"},
+    "exact, retain": MODES["exact, retain"],
+    "exact, on host": MODES["exact, retain"] | {"retain_on": "host"},
+}
 AS_LATER = {"self_check": False}  # a run's is over after its first optimizer steps; here none comes, so it would go on
 NAMES = {"exact": "exact", "jagg": "JAGG", "skip": "JAGG, skipped", "sequential": "sequential", "retain": "JAGG, retained"}
-NAMES["exact, retain"] = "exact, retained"
+NAMES |= {"exact, retain": "exact, retained", "on host": "on host", "exact, on host": "exact, on host"}
 PARTS = ("update", "training_step")
 
 
@@ -94,7 +102,7 @@ class Row:
     """A case in one mode: a session on a loop of its own, and what its training steps have taken, a dict each."""
 
     def __init__(self, case, mode, model, meter, settings):
-        config = JaggConfig(**case.settings | MODES[mode] | AS_LATER)
+        config = JaggConfig(**case.settings | (MODES | RETAINED)[mode] | AS_LATER)
         self.case, self.mode, self.taken, self.is_out_of_memory = case, mode, [], False
         self.sampled = case.steps[0] + 1
         plan = (
@@ -133,8 +141,10 @@ class Row:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
+            used = resource.getrusage(resource.RUSAGE_SELF)
             self._meter.begin("rollout")
             self._namespace["train_one_step"](self._args, self._model)
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - used.ru_minflt
         except torch.cuda.OutOfMemoryError:
             self.is_out_of_memory = True
         finally:
@@ -152,7 +162,8 @@ class Row:
                     "its time would say nothing: please report this"
                 )
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-            self.taken.append(taken | {"calls": self._meter.calls, "own": list(self._own_seconds), "peak_bytes": peak})
+            found = {"calls": self._meter.calls, "own": list(self._own_seconds), "peak_bytes": peak, "page_faults": faults}
+            self.taken.append(taken | found)
         return taken["training_step"]
 
 
@@ -216,6 +227,7 @@ def describe(row, exact, seconds):
     entry |= {"forwards": forwards, "backward_passes": row.passes[1], "out_of_memory": row.is_out_of_memory}
     entry |= {f"{part}_seconds": [taken[part] for taken in row.taken] for part in ("rollout", *PARTS)}
     entry["peak_bytes"] = max((taken["peak_bytes"] or 0 for taken in row.taken), default=0) or None
+    entry["page_faults"] = median([taken["page_faults"] for taken in row.taken] or [0])  # of memory that is new to the process
     own = [step for taken in row.taken for step in taken["own"]]
     if own and exact.taken:
         entry["own_share"] = median(own) * case.visited / median(taken["update"] for taken in exact.taken)  # were all steps exact

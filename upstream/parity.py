@@ -189,7 +189,8 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103, 104, 105])
     args = parser.parse_args()
     out = args.out.resolve()
-    arms, command = ARMS[args.arms], "python upstream/parity.py OUT" + " --arms knots" * (args.arms == "knots")
+    default = parser.get_default("arms")
+    arms, command = ARMS[args.arms], "python upstream/parity.py OUT" + f" --arms {args.arms}" * (args.arms != default)
     trainer = patched_copy(out, command)
 
     def metrics(folder, arm, seed, n_steps, **settings):

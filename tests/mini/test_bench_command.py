@@ -155,6 +155,17 @@ def test_forwards_and_backward_passes_are_counted(results):
     assert [(row["forwards"], row["backward_passes"]) for row in long] == [(24, 6), (6, 6), (24, 6), (0, 6)]
 
 
+def test_retained_graphs_alone_are_on_the_device_and_on_the_host(command):
+    results = read(command("--rounds", "1", "--retained"))
+    of_a_case = ["exact", "exact, retain", "exact, on host"], ["retain", "on host"]
+    modes = {}
+    for row in results["rows"]:
+        modes.setdefault((*cell(row), row["frac"], tuple(row["group_sizes"]), tuple(row["knots"])), []).append(row["mode"])
+        assert row["page_faults"] >= 0 and (row["mode"] == "exact" or row["forwards"] == 0)
+    assert all(found in of_a_case for found in modes.values()) and len(modes) > 8
+    assert results["made_by"]["command"].startswith("python upstream/bench.py --out OUT --retained --device cpu")
+
+
 def test_the_limit_is_that_of_the_measured_calls(results):
     for row in compared(results):
         seconds = results["call_seconds"][row["checkpointing"]]

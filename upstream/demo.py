@@ -1,4 +1,4 @@
-"""`./apply.sh --demo`: patch a copy of the mini trainer, run its own script with JAGG off and on in turn, compare.
+"""`./apply.sh --demo`: patch a copy of the mini trainer, run its own script with JAGG off, on, and retaining graphs, compare.
 
 Writes to the output folder: `comparison.json`, `reward.png`, `samples.png`, and each run's metrics, rewards, checkpoint and log.
 """
@@ -28,9 +28,13 @@ from runs import train_in_turn  # noqa: E402
 from jagg_patch import JaggConfig, plan_groups  # noqa: E402
 from jagg_patch.method.cost import update_cost  # noqa: E402
 
-RUNS = {"off": "JAGG off", "on": "JAGG on"}
+RUNS = {"off": "JAGG off", "on": "JAGG on", "retained": "JAGG, retained"}
+SETTINGS = {"off": {"JAGG_ENABLED": "0"}, "on": {}, "retained": {"JAGG_RETAIN": "1"}}
+AS_LATER = {"JAGG_SELF_CHECK": "0"}  # the trainer counts every backward pass, and those of a check aren't the update's
+ARITHMETIC = {"on": 0.0, "retained": 1.0}  # the share of samples whose graphs are retained
 SECONDS = {"seconds_per_training_step": "seconds", "update_seconds": "update_seconds"}  # in the results: in the metrics
 LABELS = {"seconds_per_training_step": "training step", "update_seconds": "its update"}
+WARM_UPS = 2  # training steps: from then on graphs are retained
 LAST = 10  # training steps that "first" and "last" average over
 
 
@@ -57,8 +61,8 @@ def mean_reward(metrics):
 
 
 def paired_ratios(off, on, key):
-    """`off / on` of each training step, the two having run one after the other; without the first, which warms up."""
-    return [before[key] / after[key] for before, after in zip(off[1:], on[1:], strict=True)]
+    """`off / on` of each training step, having run in turn; without the first ones, which warm up."""
+    return [before[key] / after[key] for before, after in zip(off[WARM_UPS:], on[WARM_UPS:], strict=True)]
 
 
 def compare(metrics):
@@ -67,55 +71,55 @@ def compare(metrics):
     for name, rows in metrics.items():
         first, last = mean_reward(rows[:LAST]), mean_reward(rows[-LAST:])
         results[name] = {
-            **{key: quartiles([row[seconds] for row in rows[1:]]) for key, seconds in SECONDS.items()},
+            **{key: quartiles([row[seconds] for row in rows[WARM_UPS:]]) for key, seconds in SECONDS.items()},
             "backward_passes_per_training_step": rows[-1]["backward_passes"],
             "reward_first": first,
             "reward_last": last,
             "gain_in_standard_errors": (last[0] - first[0]) / np.hypot(first[1], last[1]),
             "first_ratio_error": max(row["first_ratio_error"] for row in rows),
         }
-    off, on = results["off"], results["on"]
-    ratios = {key: quartiles(paired_ratios(metrics["off"], metrics["on"], seconds)) for key, seconds in SECONDS.items()}
-    passes = off["backward_passes_per_training_step"] / on["backward_passes_per_training_step"]
-    results["ratios"] = ratios | {"backward_passes": passes}
-    difference = on["reward_last"][0] - off["reward_last"][0]
-    results["reward_difference_in_standard_errors"] = difference / np.hypot(on["reward_last"][1], off["reward_last"][1])
-    # The script trains 9 of 15 steps with every block checkpointed.
-    results["update_ratio_of_the_arithmetic"] = update_cost(9) / update_cost(9, plan_groups(9, JaggConfig()))
+    off = results["off"]
+    # The script trains 9 of 15 steps with every block checkpointed, and takes one optimizer step a rollout.
+    groups = plan_groups(9, JaggConfig())
+    for name, retained in ARITHMETIC.items():
+        run, rows = results[name], metrics[name]
+        ratios = {key: quartiles(paired_ratios(metrics["off"], rows, seconds)) for key, seconds in SECONDS.items()}
+        arithmetic = update_cost(9) / update_cost(9, groups, retained=retained)
+        run["times_faster"] = ratios | {"update_by_arithmetic": arithmetic}
+        difference = run["reward_last"][0] - off["reward_last"][0]
+        error = np.hypot(run["reward_last"][1], off["reward_last"][1])
+        run["reward_difference_in_standard_errors"] = difference / error
     return results
 
 
 def table(results):
-    off, on, ratios = results["off"], results["on"], results["ratios"]
+    def line(label, texts):
+        return f"{label:<30}{''.join(f'{text:>20}' for text in texts)}".rstrip()
 
     def spread(quartiles):
         low, median, high = quartiles
         return f"{median:.2f} ({low:.2f}-{high:.2f})"
 
-    def reward(run, key):
-        return "{:.3f} ± {:.3f}".format(*run[key])
-
-    rows = [("", "JAGG off", "JAGG on", "off / on")]
-    for label, key in zip(("seconds per training step", "  of it the update"), SECONDS, strict=True):
-        rows.append((label, spread(off[key]), spread(on[key]), spread(ratios[key])))
-    passes = "backward_passes_per_training_step"
-    rows.append(("transformer backward passes", str(off[passes]), str(on[passes]), f"{ratios['backward_passes']:.2f}"))
+    columns = [results[name] for name in RUNS]
+    lines = [line("", RUNS.values())]
+    for label, key in zip(("seconds per training step", "of it the update"), SECONDS, strict=True):
+        lines.append(line(label, (spread(run[key]) for run in columns)))
+        lines.append(line("  times faster than off", ["", *(spread(run["times_faster"][key]) for run in columns[1:])]))
+    lines.append(line("  by arithmetic", ["", *(f"{run['times_faster']['update_by_arithmetic']:.2f}" for run in columns[1:])]))
+    lines.append(line("transformer backward passes", (run["backward_passes_per_training_step"] for run in columns)))
     for label, key in ((f"mean reward, first {LAST} steps", "reward_first"), (f"mean reward, last {LAST} steps", "reward_last")):
-        rows.append((label, reward(off, key), reward(on, key), ""))
-    lines = [f"{label:<30}{left:>20}{right:>20}{ratio:>20}".rstrip() for label, left, right, ratio in rows]
+        lines.append(line(label, ("{:.3f} ± {:.3f}".format(*run[key]) for run in columns)))
     lines += [
         "",
-        "seconds: median (quartiles) after the first training step, rank 0; off / on: of the ratios of each training step,",
-        "the two of which ran one after the other; reward: mean ± standard error",
-        f"by arithmetic the update gets {results['update_ratio_of_the_arithmetic']:.2f}x faster "
-        "(9 of 15 steps trained, one group of 5);",
-        "besides, a group's joint backward gathers and reduces each sharded block once instead of 5 times",
+        f"seconds: median (quartiles) after {WARM_UPS} training steps, rank 0; times faster: of each training step's ratio,",
+        "as they ran in turn; reward: mean ± standard error. 9 of 15 steps are trained, 5 of them as a group, whose joint",
+        "backward gathers and reduces each sharded block once instead of 5 times",
     ]
     return "\n".join(lines)
 
 
 def plot_rewards(metrics, results, path):
-    """Reward against training steps; and how many times faster each step was than the one without JAGG just before it."""
+    """Reward against training steps; and how many times faster each step was than the one without JAGG in its turn."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     steps = np.arange(1, len(metrics["off"]) + 1)
     for name, rows in metrics.items():
@@ -125,13 +129,16 @@ def plot_rewards(metrics, results, path):
         left.fill_between(steps, reward - error, reward + error, alpha=0.25)
     left.set(xlabel="training step", ylabel="mean reward (band: standard error)")
     left.legend(loc="lower right")
-    for color, (key, seconds) in zip(("C2", "C4"), SECONDS.items(), strict=True):
-        low, median, high = results["ratios"][key]
-        right.plot(steps[1:], paired_ratios(metrics["off"], metrics["on"], seconds), ".", color=color)
-        right.axhline(median, color=color, label=f"{LABELS[key]}: {median:.2f}")
-        right.axhspan(low, high, color=color, alpha=0.15, linewidth=0)
+    for number, name in enumerate(ARITHMETIC):
+        for marker, (key, seconds) in zip(".x", SECONDS.items(), strict=True):
+            low, median, high = results[name]["times_faster"][key]
+            style = dict(color=f"C{number + 1}", alpha=1 if marker == "." else 0.5)
+            ratios = paired_ratios(metrics["off"], metrics[name], seconds)
+            right.plot(steps[WARM_UPS:], ratios, marker, label=f"{RUNS[name]}, {LABELS[key]}: {median:.2f}", **style)
+            right.axhline(median, **style)
+            right.axhspan(low, high, color=style["color"], alpha=0.1, linewidth=0)
     right.axhline(1, color="gray", linewidth=0.8, linestyle=":")
-    right.set(xlabel="training step", ylabel="seconds, JAGG off / on (median, quartiles)")
+    right.set(xlabel="training step", ylabel="times faster than off (median, quartiles)")
     right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -163,10 +170,8 @@ def main():
     args = parser.parse_args()
     out = args.out.resolve()
     trainer = patched_copy(out, "./apply.sh --demo OUT")
-    print(f"\n== scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}, with JAGG off and on, a step each in turn", flush=True)
-    # The trainer counts every backward pass, and those of a check aren't the update's.
-    settings = {name: {"JAGG_ENABLED": str(int(name == "on")), "JAGG_SELF_CHECK": "0"} for name in RUNS}
-    wanted = {out / name: (title, settings[name]) for name, title in RUNS.items()}
+    print(f"\n== scripts/finetune/finetune_flux_grpo.sh, seed {args.seed}, in turn: {'; '.join(RUNS.values())}", flush=True)
+    wanted = {out / name: (title, SETTINGS[name] | AS_LATER) for name, title in RUNS.items()}
     metrics = dict(zip(RUNS, train_in_turn(trainer, wanted, args.seed), strict=True))
     results = compare(metrics)
     kept = ("reward", "reward_sem", "seconds", "update_seconds", "backward_passes", "first_ratio_error")
@@ -185,4 +190,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted: both trainings were ended\nthe same command begins anew")
+        sys.exit("\ninterrupted: all trainings were ended\nthe same command begins anew")

@@ -195,16 +195,21 @@ def rows(seconds):
 
 
 def test_the_ratio_is_the_median_of_the_pairs():
-    """A disturbance that meets both runs for a while leaves it; the ratio of the medians would be 6 / 5."""
+    """A disturbance that meets all runs for a while leaves it; the ratio of the medians would be 6 / 5."""
     import demo
 
-    metrics = {"off": rows([99, 3, 6, 6, 60, 30]), "on": rows([1, 2, 3, 5, 40, 25])}
+    off, on = [99, 50, 3, 6, 6, 60, 30], [1, 7, 2, 3, 5, 40, 25]
+    metrics = {"off": rows(off), "on": rows(on), "retained": rows([seconds / 2 for seconds in on])}
     assert demo.paired_ratios(metrics["off"], metrics["on"], "seconds") == [1.5, 2.0, 1.2, 1.5, 1.2]
     results = demo.compare(metrics)
-    assert results["ratios"]["seconds_per_training_step"] == results["ratios"]["update_seconds"] == [1.2, 1.5, 1.5]
+    for name, factor in (("on", 1), ("retained", 2)):
+        for key in demo.SECONDS:
+            assert results[name]["times_faster"][key] == [factor * 1.2, factor * 1.5, factor * 1.5]
+    assert [results[name]["times_faster"]["update_by_arithmetic"] for name in ("on", "retained")] == [36 / 27, 2.0]
     assert results["off"]["seconds_per_training_step"] == [6, 6, 30]
-    (line,) = (line for line in demo.table(results).splitlines() if line.startswith("seconds per training step"))
-    assert line.split()[4:] == ["6.00", "(6.00-30.00)", "5.00", "(3.00-25.00)", "1.50", "(1.20-1.50)"]
+    seconds, faster, *_ = demo.table(results).splitlines()[1:]
+    assert seconds.split()[4:] == ["6.00", "(6.00-30.00)", "5.00", "(3.00-25.00)", "2.50", "(1.50-12.50)"]
+    assert faster.split()[4:] == ["1.50", "(1.20-1.50)", "3.00", "(2.40-3.00)"]
 
 
 def test_the_committed_result_is_what_its_training_steps_come_to():

@@ -198,11 +198,15 @@ class SelfCheck(Watcher):
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._kept.name(of_one[0]), of_one[1])
             way = self._kept.way
+            found = f"{self._kept.where}: {which} is {size:.1%} off the one with each backward right after its forward"
+            if way.is_retained:
+                raise JaggError(
+                    f"{found}\nthe rollout's graph isn't the training forward's (a cache, something that the model keeps of a "
+                    "sample), or a gradient comes beside it (a penalty on weights): run with JAGG_RETAIN=0"
+                )
             raise JaggError(
-                f"{self._kept.where}: {which} is {size:.1%} off the one with each backward right after its forward\n"
-                "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
-                f"{'try JAGG_RETAIN=0, or ' * way.is_retained}{'try JAGG_SCHEDULE=sequential, or ' * way.is_joint}"
-                "run with JAGG_ENABLED=0"
+                f"{found}\nthe model reads in its backward what a later forward has changed (a buffer, a mask, a setting by "
+                f"timestep): {'try JAGG_SCHEDULE=sequential, or ' * way.is_joint}run with JAGG_ENABLED=0"
             )
         if rounding(is_low) < own_error < math.inf and not self._others_are_said:
             self._others_are_said = True

@@ -167,7 +167,7 @@ class Retained(Forwards):
 
     def run(self, session, visit):
         session.tell("forwards_retained", 1)
-        return self._stand_in.run(visit, "JAGG_RETAIN=0")
+        return self._stand_in.run(visit, "JAGG_RETAIN=0", visit.place.is_knot)
 
     def output(self, session, visit, output):
         position = visit.place.position
@@ -226,18 +226,23 @@ def entries_of(session, visit, positions):
 
 
 class StandIn:
-    """In the model's place in a forward that is skipped: any call returns what the model returned at the knot before."""
+    """In the model's place in a forward that isn't run: any call returns what the model has returned at a knot.
+
+    Where the forward is a knot's, a call without gradients is refused, and so is a loss that uses what is returned otherwise
+    than in the solver step.
+    """
 
     def __init__(self, model):
         self._model = model
         self._output = None
         self.is_called = self.has_reference = False
+        self._knot = None  # whose forward isn't run
 
     def returned(self, output):
         """A knot's forward has called the model, with gradients on or, for a reference, off; a frozen one needn't be off."""
         tensors = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]  # none in an object
         if torch.is_grad_enabled() and (not tensors or any(tensor.requires_grad for tensor in tensors)):
-            self._output = tree_map(_detached, output)
+            self._output = tree_map(_as_leaf, output)
         else:
             self.has_reference = True  # for which the policy's output can't stand
 
@@ -247,11 +252,34 @@ class StandIn:
 
     def __call__(self, *args, **kwargs):
         self.is_called = True
-        return tree_map(_cloned, self._output)
+        if self._knot is None:
+            return tree_map(_copied, self._output)
+        if not torch.is_grad_enabled():
+            raise self._refused("calls the model for an output without a gradient too (a reference's?)")
+        return tree_map(self._watched, self._output)
 
-    def run(self, visit, without):
+    def _watched(self, leaf):
+        if not torch.is_tensor(leaf) or not leaf.requires_grad:
+            return _copied(leaf)
+        refused = self._refused("has a loss on the model's output besides the solver step (a penalty?)")
+
+        def refuse(grad):
+            raise refused
+
+        output = leaf.detach().requires_grad_()
+        output.register_hook(refuse)
+        return output.clone()
+
+    def _refused(self, what):
+        return JaggError(f"{self._knot.where}: the training forward now {what}\nit can't be left out: run with JAGG_RETAIN=0")
+
+    def run(self, visit, without, is_knot=False):
         """The training forward of `visit` with this in the model's place; the message recommends to run `without` that."""
-        result = visit.forward(model=self)
+        self._knot = visit if is_knot else None
+        try:
+            result = visit.forward(model=self)
+        finally:
+            self._knot = None
         if not self.is_called:
             raise JaggError(
                 f"{visit.where}: a training forward didn't call the model that it was given (but another name of it?)\n"
@@ -273,9 +301,9 @@ def watched(model, returned):
         hook.remove()
 
 
-def _detached(leaf):
-    return leaf.detach() if torch.is_tensor(leaf) else leaf
+def _as_leaf(leaf):
+    return leaf.detach().requires_grad_(leaf.requires_grad) if torch.is_tensor(leaf) else leaf
 
 
-def _cloned(leaf):
-    return leaf.clone() if torch.is_tensor(leaf) else leaf
+def _copied(leaf):
+    return leaf.detach().clone() if torch.is_tensor(leaf) else leaf

@@ -1,16 +1,27 @@
-"""What a checkpointed block is given by keyword: torch keeps it in a closure, where hooks on saved tensors don't see it."""
+"""What a checkpointed block is given by keyword, or in a list: torch keeps it in a closure.
+
+There hooks on saved tensors don't see it, and nothing notices that it has been changed in place.
+"""
 
 from contextlib import contextmanager
 
 import torch
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
 
 NAME = "_checkpoint_without_reentrant_generator"  # torch 2.1 to 2.13 at least
 is_known = hasattr(checkpoint, NAME)
 
 
+class _Saved:
+    """In the place of the tensor of that number."""
+
+    def __init__(self, number):
+        self.number = number
+
+
 @contextmanager
-def keywords_saved():
+def arguments_saved():
     """Inside, tensors that are given so are saved as those that are given by position. Without effect unless `is_known`."""
     if not is_known:
         yield
@@ -18,14 +29,22 @@ def keywords_saved():
     generator = getattr(checkpoint, NAME)
 
     def with_positions(function, *args, **kwargs):
-        tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        tensors = []
 
-        def run(*args, **others):
+        def taken(leaf):
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors.append(leaf)
+            return _Saved(len(tensors) - 1)
+
+        def run(*args, **kwargs):
             n_args = len(args) - len(tensors)
-            return function(*args[:n_args], **others, **dict(zip(tensors, args[n_args:], strict=True)))
+            given = args[n_args:]
+            args, kwargs = tree_map(lambda leaf: given[leaf.number] if type(leaf) is _Saved else leaf, (args[:n_args], kwargs))
+            return function(*args, **kwargs)
 
-        others = {name: value for name, value in kwargs.items() if name not in tensors}
-        return generator(run, *args, *tensors.values(), **others)
+        args, kwargs = [arg if isinstance(arg, torch.Tensor) else tree_map(taken, arg) for arg in args], tree_map(taken, kwargs)
+        return generator(run, *args, *tensors, **kwargs)
 
     setattr(checkpoint, NAME, with_positions)
     try:

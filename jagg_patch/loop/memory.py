@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ..engines import engine_of
-from .checkpointed import keywords_saved
+from .checkpointed import arguments_saved
 
 RESERVE = 0.05  # of the device, for fragmentation and for what the measured steps didn't see
 
@@ -49,7 +49,7 @@ def graph_bytes(model):
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return pack(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_counted, unpack), keywords_saved():
+    with torch.autograd.graph.saved_tensors_hooks(pack_counted, unpack), arguments_saved():
         yield found
     for weights in storages_of_weights(engine):
         kept.pop(weights, None)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ..engines.gradients import as_bytes
-from .checkpointed import keywords_saved
+from .checkpointed import arguments_saved
 from .memory import pack, storages_of_weights, unpack
 
 
@@ -38,7 +38,7 @@ def on_host(engine):
         return unpack(kept) if copy is None else copy.view(*kept)
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack_on_host, unpack_from_host), keywords_saved():
+        with torch.autograd.graph.saved_tensors_hooks(pack_on_host, unpack_from_host), arguments_saved():
             yield found
     finally:
         moved.clear()

@@ -9,7 +9,7 @@ memory holds.
 
 import math
 from bisect import bisect
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ from ..method.plan import knots_of
 from ..ranks import first_of, gathered, least
 from .alike import why_not_equal
 from .between import Retained, entries_of, run_apart
+from .checkpointed import arguments_saved
 from .drawn import Drawn
 from .memory import graph_bytes, in_gb
 from .offload import on_host
@@ -48,6 +49,8 @@ class Retaining(Watcher):
         recording.users.append(self)
         self._shown = None  # by the trial
         self._room, self._n_knots = NONE, 0  # and for samples of how many knots that is
+        self._stand_ins = {}  # for the model in a training forward that isn't run, by the shape of what the solver step gets
+        self._is_with_grad = False  # whether the rollout's solver steps are
         self._doubt = None  # why graphs aren't used any more
         self._n_unused = self._n_used_in = 0  # updates in a row of which none could be, and updates in which they were
         self._drawn = Drawn()
@@ -162,14 +165,14 @@ class Retaining(Watcher):
         if self._is_on_host:
             self._keeping = on_host(self._shown.engine)
         else:  # of each rollout, the first one's size is looked at
-            self._keeping = nullcontext([0]) if self._outputs else graph_bytes(self._model)
+            self._keeping = on_device() if self._outputs else graph_bytes(self._model)
         self._n_bytes = self._keeping.__enter__()
 
     def _forward_ends(self):
         if self._keeping is not None:
             self._keeping.__exit__(None, None, None)
             self._keeping = None
-            torch.set_grad_enabled(False)
+            torch.set_grad_enabled(self._is_with_grad)
             torch.clear_autocast_cache()
             self._require_size(self._n_bytes[0], self._shown.measured.graph)
 
@@ -185,17 +188,19 @@ class Retaining(Watcher):
         """
         records, is_due = self._recording.records, self._n_taken in self._steps
         self._n_taken += is_trained
+        if not self._steps:
+            self._is_with_grad = torch.is_grad_enabled()
         if not is_due:
             return output
-        kept = output.clone() if output.requires_grad else None  # the trainer may change its own in place
+        with torch.enable_grad():  # where the model alone is under no_grad, it isn't any more
+            kept = output.clone() if output.requires_grad else None  # the trainer may change its own in place
         self._forward_ends()
         if not is_trained or self._why_none:
             return output.detach()
         if kept is None:
             self._why_none = "the rollout's forwards leave no graph (under inference mode, or by another model?)"
             return output
-        if not records.n_steps or not self._outputs:
-            self._why_none = self._shown.alike.why_other(self._model, kept)
+        self._why_none = self._shown.alike.why_other(self._model, kept)
         self._outputs[records.n_batches - 1, records.n_steps] = kept
         return output.detach()
 
@@ -252,17 +257,20 @@ class Retaining(Watcher):
         entries = entries_of(session, visit, range(session.order.n_visited))
         outputs = {}
         why = self._why_none or self._doubt or self._why_not_found(session, entries, outputs)
+        has_changed = False
         if why is None and is_looked_at:
             why = why_not_equal(outputs[0], again)
+            has_changed = why is not None
         all_have, = least([why is None], visit.step.latents.device)
         if all_have:
             self._n_unused = 0
-            return Retained(self._shown.stand_in, self._recording.records, entries, outputs)
+            return Retained(self._stand_ins[outputs[0].shape], self._recording.records, entries, outputs)
         self._is_refused = True
         self._outputs.clear()
         self._n_unused += 1
-        rank, why = first_of(gathered(why))
-        ends = self._n_unused == MOST_UNUSED
+        whys, changed = zip(*gathered((why, has_changed)), strict=True)
+        rank, why = first_of(whys)
+        ends = any(changed) or self._n_unused == MOST_UNUSED  # what a look has found, other updates wouldn't find again
         self.is_on = not ends
         self._say(f"JAGG: graphs aren't used in {'any update from here on' if ends else 'this update'}: rank {rank}: {why}")
         return None
@@ -277,11 +285,21 @@ class Retaining(Watcher):
             outputs[position] = self._outputs.pop(self._recording.records.batch_of(entries[position]), None)
         if None in outputs.values():
             return "the update has other batches, or needs other steps, than the rollout was asked for"
+        stand_in = self._stand_ins.get(outputs[0].shape)
+        if stand_in is None:
+            return f"no training forward has had outputs of this size before: {list(outputs[0].shape)}"
+        if stand_in.has_reference:
+            return "the training forward calls the model for an output without a gradient too (a reference's?)"
         return None
 
     def doubts_now(self, why):
         """Graphs aren't used any more from the next update on, which says `why`."""
         self._doubt = why
+
+    def proxy_given(self, session, visit, value):
+        group = session.group
+        if self.is_on and self.sample is None and group is not None and group.stand_in is not None and group.stand_in.is_ready:
+            self._stand_ins[value.shape] = group.stand_in
 
     def step_returns(self, session, visit):
         group = session.group
@@ -295,6 +313,13 @@ class Retaining(Watcher):
         """Of those that are trained versions, and norms: what is changed through `.data` keeps its version."""
         trained = [weight for weight in self._shown.engine.parameters() if weight.requires_grad]
         return [weight._version for weight in trained], norms_of({weight: own_part(weight) for weight in trained})
+
+
+@contextmanager
+def on_device():
+    """As `on_host`, for graphs that stay where they are."""
+    with arguments_saved():
+        yield [0]
 
 
 def wrapped(model):

@@ -1,6 +1,7 @@
 """Whether the rollout's forwards are the training's, so that their graphs can be kept: a run's first updates show it.
 
-These updates run their own forwards, which must give what the rollout's gave, and the size of a graph is measured.
+These updates run their own forwards, which must give what the rollout's gave, and the size of a graph is measured. The last one
+comes after an optimizer step: until then an adapter may do nothing, in whatever way it is used.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from ..method.proxy import graph_nodes
 from ..ranks import first_of, gathered
 from . import checkpointed
 from .alike import Alike, why_not_equal
-from .between import StandIn, entries_of
+from .between import entries_of
 from .memory import free_bytes, host_bytes, joint_excess
 from .room import Measured
 from .schedule import MEASURED_UPDATES
@@ -24,13 +25,12 @@ HOST_SHARE = 0.5  # of a rank's share of what is available
 class Shown(NamedTuple):
     """By the first updates, of all ranks.
 
-    stand_in: for the model, in training forwards that aren't run. alike: what training's graphs are.
+    alike: what training's graphs are.
     n_trajectory, n_visited, is_shuffled: an update's plan, and whether orders are drawn. n_rows: of a training batch.
     n_knots: of a sample. is_in_order: whether the update takes the rollout's samples one after the other.
     """
 
     engine: Engine
-    stand_in: StandIn
     alike: Alike
     n_trajectory: int
     n_visited: int
@@ -53,7 +53,7 @@ class Trial(Watcher):
         self._doubt = None  # why not
         self._alike = Alike()
         self._engine = self._stand_in = None  # the last group's
-        self._n_updates = 0  # optimizer steps so far
+        self._n_updates = self._n_before = 0  # optimizer steps so far, and before this update
         self._n_rows = None  # of the last batch
         self._syncs = []  # of the samples before an optimizer step, whether they sync what their own forwards have to prepare
         self._n_first = None  # samples before the first optimizer step
@@ -62,6 +62,9 @@ class Trial(Watcher):
 
     def forget(self, session):
         self._n_seen = 0  # samples, in this update
+
+    def update_begins(self, session, step):
+        self._n_before = self._n_updates
 
     def step_begins(self, session, visit):
         if not self.is_on or visit.place.position:
@@ -129,16 +132,17 @@ class Trial(Watcher):
             free -= joint_excess(engine.model, graph)  # which it may take
         samples = self._n_seen, self._n_first or self._n_seen, self._recording.records.n_samples
         host = int(HOST_SHARE * host_bytes()) if checkpointed.is_known else 0
-        mine = self._doubt, self._n_updates, samples, self._is_in_order, graph, free, host
-        doubts, updates, samples, in_order, graphs, frees, hosts = zip(*gathered(mine), strict=True)
+        is_over = self._n_updates >= MEASURED_UPDATES and self._n_before > 0
+        mine = self._doubt, is_over, samples, self._is_in_order, graph, free, host
+        doubts, over, samples, in_order, graphs, frees, hosts = zip(*gathered(mine), strict=True)
         rank, doubt = first_of(doubts)
         if doubt is not None:
             self._end(f"rank {rank}: {doubt}")
-        elif min(updates) >= MEASURED_UPDATES:
+        elif all(over):
             measured = Measured(*map(min, zip(*samples, strict=True)), max(graphs), min(frees), min(hosts))
             plan = order.n_trajectory, order.n_visited, order.is_shuffled
             n_knots = len(knots_of(order.n_visited, order.planned))
-            self._end(Shown(engine, stand_in, self._alike, *plan, self._n_rows, n_knots, all(in_order), measured))
+            self._end(Shown(engine, self._alike, *plan, self._n_rows, n_knots, all(in_order), measured))
 
     def _end(self, shown):
         self.is_on = False

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jagg_patch.loop.checkpointed import keywords_saved
+from jagg_patch.loop.checkpointed import arguments_saved
 
 
 class Mode(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Saved:
 
     @contextmanager
     def watching(self):
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor), keywords_saved():
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed.tensor), arguments_saved():
             yield
 
 

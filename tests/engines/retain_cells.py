@@ -29,9 +29,9 @@ def local_gradients(optimizer):
 
 
 def run(name, cell, settings):
-    """Two training steps, of which the first is watched; each has a rollout, and an optimizer step after two of its samples.
+    """Three training steps, the first two of which are watched; each has a rollout, and an optimizer step after some samples.
 
-    Of the second: this rank's part of the gradients, and each training forward's calls of the model and all-gathers.
+    Of the third: this rank's part of the gradients, and each training forward's calls of the model and all-gathers.
     """
     engine = build(name, cell, N_VISITED)
     is_exact = settings is None or settings.get("frac") == 0  # in another order of steps, whose sum rounds otherwise
@@ -61,7 +61,7 @@ def run(name, cell, settings):
     torch.manual_seed(42 + dist.get_rank())
     try:
         with patch.object(loop, "grpo_one_step", watched_forward), redirect_stdout(said):
-            for _ in range(3 if cell.accumulates else 2):
+            for _ in range(3):
                 for values in record.values():
                     values.clear()
                 loop.train_one_step(argparse.Namespace(**ARGS | args | dict(autocast=cell.autocast)), engine)

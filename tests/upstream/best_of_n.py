@@ -100,9 +100,9 @@ def main(checkout, out):
 
     records = {"unpatched": run()} | {cell: run(config) for cell, config in CONFIGS.items()}
     skips = comparison(run(SKIPS), records["W=4"])
-    own = run(JOINT, n_training_steps=2)
+    own = run(JOINT, n_training_steps=3)
     with graphs_left() as left:
-        retained = run(replace(JOINT, retain=True), n_training_steps=2)
+        retained = run(replace(JOINT, retain=True), n_training_steps=3)
     trainer.torch = ForwardingModule(torch, randperm=sorted_randperm)
     records["every draw sorted"] = run()
     trainer.torch = real_torch

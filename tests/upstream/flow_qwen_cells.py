@@ -16,7 +16,7 @@ import flow_standins as standins
 import torch
 import torch.distributed as dist
 import wandb
-from flow_cells import CONFIG, EPOCHS, LOOP, RETAINED, WINDOW_CELLS, WINDOW_SKIPS
+from flow_cells import CONFIG, EPOCHS, LOOP, RETAINED, RETAINED_UPDATES, WINDOW_CELLS, WINDOW_SKIPS
 from flow_cells import OneEpochIsOver, beside_own, retained_changes, run_main, skips
 from observe import local_weights, oracle_gradient, relative_error, self_checks
 from probes import agreements, read_log
@@ -151,11 +151,11 @@ def main(checkout, name, out):
         if record["stats"] and record["stats"]["groups"]:
             record["oracle_error"] = relative_error(record["gradients"][0], expected_gradient(record, source))
     skipped = skips(run, WINDOW_SKIPS | {"W=3": WINDOW_CELLS["W=3"]}, records)
-    probes, changes = probed_records(), retained_changes(2) | {"sample.sde_window_size": 4}
-    retained = {
-        name: beside_own(run(changes, settings | dict(retain=True), 4), run(changes, settings if settings["frac"] else None, 4))
-        for name, settings in RETAINED.items()
-    }
+    probes, retained = probed_records(), {}
+    for name, (of_this, settings) in RETAINED.items():
+        changes = retained_changes(2) | {"sample.sde_window_size": 4} | of_this
+        own = run(changes, settings if name != "exact" else None, RETAINED_UPDATES)
+        retained[name] = beside_own(run(changes, settings | dict(retain=True), RETAINED_UPDATES), own)
     for record in (*records.values(), *probes.values()):
         del record["steps"], record["transformer"], record["config"]
     found = {"cells": records, "sources": sources, "refusal": refusal, "skips": skipped, "probes": probes}

@@ -57,7 +57,7 @@ def test_skipped_forwards_find_the_selected_samples_in_the_rollout(records):
 
 
 def test_of_retained_graphs_those_of_samples_that_are_not_selected_are_let_go_of(records):
-    """In the second training step, where three samples come before the first optimizer step: any of the ten."""
+    """In the third training step, where three samples come before the first optimizer step: any of the ten."""
     found = records["W=4"]["retained"]
     assert found["left"] == [(10, 9)]
     assert found["fewer"] == found["retained"] == 3 * N_VISITED

@@ -82,16 +82,17 @@ KNOTS = {
     "9 of 15 steps, 5 knots": Arm({"JAGG_KNOTS": "5"}),
     "9 of 15 steps, 4 knots": Arm({"JAGG_KNOTS": "4"}),
 }
-RETAIN = {"JAGG_RETAIN": "1"}  # the script takes one optimizer step a rollout, so of all samples
+# The script takes one optimizer step a rollout, so of all samples. It trains batches of them, which have steps in common if they
+# have all.
+RETAIN = {"JAGG_RETAIN": "1"}
 RETAINED = {
-    "9 of 15 steps, no JAGG": Arm(OFF),
-    "9 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}),
-    "frac 0.6, retained": Arm(RETAIN),
-    "frac 1, retained": Arm(RETAIN | ALL),
     "all 15 steps, no JAGG": Arm(OFF, 15),
-    "15 exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}, 15),
-    "15, 5 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "5"}, 15),
-    "15, 4 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "4"}, 15),
+    "exact, retained": Arm(RETAIN | {"JAGG_FRAC": "0"}, 15),
+    "frac 0.6, retained": Arm(RETAIN, 15),
+    "frac 1, retained": Arm(RETAIN | ALL, 15),
+    "5 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "5"}, 15),
+    "4 knots, retained": Arm(RETAIN | {"JAGG_KNOTS": "4"}, 15),
+    "9 of 15 steps, no JAGG": Arm(OFF),
 }
 ARMS = {"groups": GROUPS, "knots": KNOTS, "retained": RETAINED}  # of each, the first is the baseline
 

@@ -148,16 +148,16 @@ def train_in_turn(trainer, wanted, seed, *flags):
     """Run the trainer's own script once for each of `wanted`, in turn.
 
     Args:
-        wanted: `{folder: (title, JAGG_* settings)}`; the folders are made.
-        flags: added to the script's own.
+        wanted: `{folder: (title, JAGG_* settings, flags...)}`; the folders are made, the flags added to the script's own.
+        flags: of all runs.
 
     Returns:
         The metrics of each run, in the order of `wanted`.
     """
     runs = []
     try:
-        for folder, (title, jagg) in wanted.items():
-            runs.append(Run(trainer, folder, title, seed, jagg, flags))
+        for folder, (title, jagg, *own) in wanted.items():
+            runs.append(Run(trainer, folder, title, seed, jagg, [*flags, *own]))
         take_turns(runs)
     finally:
         end(runs)

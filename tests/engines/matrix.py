@@ -97,6 +97,8 @@ RETAIN_RUNS = {"unpatched": None, "exact": dict(frac=0, retain=True, schedule="j
 }
 LOOKED_AT = "sequential, retained, looked at"  # each update runs one forward again
 RETAIN_RUNS[LOOKED_AT] = RETAIN_RUNS["sequential, retained"]
+CHECKED = "joint, knots, retained, checked"
+RETAIN_RUNS[CHECKED] = RETAIN_RUNS["joint, knots, retained"] | dict(self_check=True)
 RETAIN_KINDS = CELLS | {
     f"{name}, half checkpointed": replace(CELLS[f"{name}, checkpointing"], checkpointing=0.5) for name in ("full", "LoRA")
 }

@@ -37,7 +37,7 @@ def run(name, cell, settings):
     is_exact = settings is None or settings.get("frac") == 0  # in another order of steps, whose sum rounds otherwise
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0 if is_exact else MOVING_RATE
-    handle = None if settings is None else install(vars(loop), config=JaggConfig(self_check=False, **settings))
+    handle = None if settings is None else install(vars(loop), config=JaggConfig(**dict(self_check=False) | settings))
     record, calls, said, step = {"gradients": [], "forwards": [], "gathers": []}, [], io.StringIO(), engine.step
     first_layer(engine.transformer).register_forward_hook(lambda *_: calls.append(True))
     keeping = engine.optimizer.register_step_pre_hook(lambda *_: record["gradients"].append(local_gradients(engine.optimizer)))

@@ -6,11 +6,11 @@ The gradients are those of the training step's own forwards, before the first op
 import pytest
 import torch
 from launch import forked
-from matrix import HERE, LOOKED_AT, N_RANKS, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES
+from matrix import CHECKED, HERE, LOOKED_AT, N_RANKS, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES
 
 PLACES = [(engine, cell) for engine, cells in RETAIN_CELLS.items() for cell in cells]
 RETAINED = {"exact": "unpatched"} | {run: run.removesuffix(", retained") for run in RETAIN_RUNS if run.endswith(", retained")}
-RETAINED |= {LOOKED_AT: "sequential"}
+RETAINED |= {LOOKED_AT: "sequential", CHECKED: "joint, knots"}
 LINE = "JAGG: graphs of 2 samples of each rollout are retained from here on, "
 
 

@@ -116,9 +116,8 @@ def table(results):
         lines.append(line(label, ("{:.3f} ± {:.3f}".format(*run[key]) for run in columns)))
     lines += [
         "",
-        f"seconds: median (quartiles) after {WARM_UPS} training steps, rank 0; times faster: of each training step's ratio,",
-        "as they ran in turn; reward: mean ± standard error. The script trains 9 of 15 steps, with JAGG 5 of them as a group,",
-        "whose joint backward gathers and reduces each sharded block once instead of 5 times; the last run trains all 15",
+        f"seconds: median (quartiles) after {WARM_UPS} training steps; times faster: of each step's ratio, as they ran in turn;",
+        "reward: ± standard error. Of 15 steps 9 are trained, with JAGG 5 of them as a group; the last run trains all 15",
     ]
     return "\n".join(lines)
 

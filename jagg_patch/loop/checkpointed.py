@@ -4,6 +4,7 @@ There hooks on saved tensors don't see it, and nothing notices that it has been 
 """
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils import checkpoint
@@ -14,10 +15,10 @@ is_known = hasattr(checkpoint, NAME)
 
 
 class _Saved:
-    """In the place of the tensor of that number."""
+    """In the place of a tensor: that of that number in `tensors`. Another `arguments_saved` around has a list of its own."""
 
-    def __init__(self, number):
-        self.number = number
+    def __init__(self, tensors, number):
+        self.tensors, self.number = tensors, number
 
 
 @contextmanager
@@ -35,12 +36,14 @@ def arguments_saved():
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             tensors.append(leaf)
-            return _Saved(len(tensors) - 1)
+            return _Saved(tensors, len(tensors) - 1)
+
+        def back(leaf, given):
+            return given[leaf.number] if type(leaf) is _Saved and leaf.tensors is tensors else leaf
 
         def run(*args, **kwargs):
             n_args = len(args) - len(tensors)
-            given = args[n_args:]
-            args, kwargs = tree_map(lambda leaf: given[leaf.number] if type(leaf) is _Saved else leaf, (args[:n_args], kwargs))
+            args, kwargs = tree_map(partial(back, given=args[n_args:]), (args[:n_args], kwargs))
             return function(*args, **kwargs)
 
         args, kwargs = [arg if isinstance(arg, torch.Tensor) else tree_map(taken, arg) for arg in args], tree_map(taken, kwargs)

@@ -4,7 +4,7 @@ import gc
 import json
 import sys
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import models
@@ -18,6 +18,7 @@ from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.engines import engine_of
 from jagg_patch.install import Handle
 from jagg_patch.loop import retaining
+from jagg_patch.loop.checkpointed import arguments_saved
 from jagg_patch.loop.drawn import Drawn
 from jagg_patch.loop.memory import graph_bytes
 from jagg_patch.loop.offload import on_host
@@ -641,3 +642,20 @@ def test_what_a_checkpointed_block_is_given_by_keyword_goes_to_the_host_as_well(
     )
     assert on_device == moved == x.nbytes + of_square
     assert torch.equal(counted, own) and torch.equal(back, own)
+
+
+def test_what_is_saved_of_a_checkpointed_block_s_arguments_may_be_saved_twice():
+    """By a measurement around, say, which has numbers of its own."""
+    model, x = make_model(), torch.randn(5, 3, requires_grad=True)
+
+    def gradients(*around):
+        with ExitStack() as stack:
+            for one in around:
+                stack.enter_context(one)
+            given = dict(c=x.sin(), use_reentrant=False)
+            y = checkpoint(lambda a, pair, c: model(a + 2 * pair[0] + 3 * pair[1] + 4 * c), x, [x + 1, x * 2], **given)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+
+    own = gradients()
+    assert torch.equal(gradients(arguments_saved()), own)
+    assert torch.equal(gradients(arguments_saved(), graph_bytes(model), on_host(engine_of(model))), own)

@@ -91,7 +91,7 @@ def as_bytes(storage):
 
 def gradients_of(parameters, device=None):
     """This rank's part of the gradients of `parameters`, by parameter; dense and real. Copies, if a device is given."""
-    taken = {parameter: _plain(own_part(parameter.grad)) for parameter in parameters if parameter.grad is not None}
+    taken = {parameter: plain(own_part(parameter.grad)) for parameter in parameters if parameter.grad is not None}
     return taken if device is None else {parameter: grad.to(device, copy=True) for parameter, grad in taken.items()}
 
 
@@ -106,7 +106,7 @@ def norms_of(tensors):
     return dict(zip(tensors, values.tolist(), strict=True))
 
 
-def _plain(gradient):
+def plain(gradient):
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return torch.view_as_real(dense) if dense.is_complex() else dense
 

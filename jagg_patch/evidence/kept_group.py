@@ -1,6 +1,7 @@
 """A group of training that is kept, so that its gradient can be computed once more: each backward right after its forward."""
 
 import math
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +12,7 @@ from ..errors import JaggError
 from ..loop.weights import weights_reached
 from ..method.quality import added, sums
 from ..ranks import gathered
+from .local_gradient import LocalGradient
 from .replay import KeptForward, backward_as_trained, copies, is_low, reach
 
 ROUNDING, ROUNDING_LOW = 1e-3, 1e-2  # of float32, and of bfloat16 or float16
@@ -27,6 +29,7 @@ class KeptGroup:
     forwards: of its steps. folded: by knot, the gradient that its pass was given, `[B, ...]`.
     reached: by the knots' graphs. goes_through: whether the losses reach weights through the model's outputs, and no other way.
     own: this rank's part of the group's gradient, by parameter, as training's own passes left it; None where that can't be told.
+    local: what they have brought to the weights, where the graphs are the rollout's; else None.
     """
 
     group: object
@@ -40,12 +43,15 @@ class KeptGroup:
     reached: dict = field(default_factory=dict)
     goes_through: bool = False
     own: dict | None = None
+    local: LocalGradient | None = None
 
     @classmethod
     def of(cls, session, visit, way):
         parameters = session.group.engine.parameters()
         had_gradients = any(parameter.grad is not None for parameter in parameters)
-        return cls(session.group, visit.where, way, visit.step.model, parameters, had_gradients, [KeptForward.of(visit)])
+        local = LocalGradient() if way.is_retained else None
+        first = KeptForward.of(visit)
+        return cls(session.group, visit.where, way, visit.step.model, parameters, had_gradients, [first], local=local)
 
     def step_begins(self, visit):
         self.forwards.append(KeptForward.of(visit))
@@ -53,6 +59,8 @@ class KeptGroup:
     def model_output(self, visit, output):
         if visit.place.is_knot:
             self.reached |= reach(output, self.group.engine)
+            if self.local is not None:
+                self.local.watch(output)
 
     def proxy_given(self, value):
         self.forwards[-1].output = value.detach().clone()
@@ -67,12 +75,18 @@ class KeptGroup:
         self.folded |= {knot: gradient.clone() for knot, gradient in zip(knots, gradients, strict=True)}
 
     def group_ends(self):
+        self.release()
         if self.goes_through and not self.had_gradients and self.group.engine.leaves_whole_gradients():
             # The engine's own callbacks are still to come, and with them its reduction.
             torch.autograd.Variable._execution_engine.queue_callback(self._keep_gradient)
 
     def _keep_gradient(self):
         self.own = gradients_of(dict.fromkeys(self.parameters) | self.reached, "cpu")
+
+    def release(self):
+        """It isn't kept any more."""
+        if self.local is not None:
+            self.local.close()
 
     @property
     def is_done(self):
@@ -100,10 +114,12 @@ class KeptGroup:
         def run_forward(forward):
             outputs.append(forward.run(session))
 
-        def run_backward(forward, gradient):
+        def run_backward(forward, gradient, local):
             nonlocal low, is_same, sizes
             output = outputs.pop()
             weights.append(weights_reached(output))
+            if self.local is not None:
+                local.watch(output)
             low |= is_low(output)
             is_same &= forward.backward_from(output, gradient, aside, REPEATED * rounding(low))
             part = aside.take("cpu")
@@ -119,19 +135,29 @@ class KeptGroup:
             backward_as_trained(session, self.forwards, plan, folded, aside)
             return squares_by_weight(aside.take("cpu"), total, self.parameters)
 
-        for forward, gradient in zip(knots, folded, strict=True):
-            _exchanged(partial(run_forward, forward))
-            _exchanged(partial(run_backward, forward, gradient))
+        def compare_local():
+            """Where a loss reaches weights by another way as well, that isn't in there."""
+            if self.local is None or not self.goes_through:
+                return None
+            apart, sizes = self.local.squares(local)
+            whole, of_one = errors(apart, sizes, rounding(low))
+            return max([whole] * (sum(sizes) > 0) + ([of_one[1]] if of_one else []), default=0.0)
+
+        with closing(LocalGradient()) as local:
+            for forward, gradient in zip(knots, folded, strict=True):
+                _exchanged(partial(run_forward, forward))
+                _exchanged(partial(run_backward, forward, gradient, local))
         aparts, sizes, lows, same = zip(*_exchanged(compare_with_own), strict=True)
         sizes, low = added(sizes), any(lows)
         error, of_one = errors(added(aparts), sizes, rounding(low)) if own is not None else (math.inf, None)
         own_error = error
-        is_told = own is not None and self.way.is_retained  # training forwards that are run again say nothing of those graphs
-        if not is_told and (not error <= rounding(low) or of_one):  # the loop's own gradients may be among training's
+        if not error <= rounding(low) or of_one:  # the loop's own gradients may be among training's
             error, of_one = errors(added(_exchanged(run_as_trained)), sizes, rounding(low))
         if not all(same):
             raise CannotCheck("a forward gives something else when it is run again: it goes by what is set elsewhere")
-        found = {"error": error, "of_one": of_one, "own_error": own_error, "is_low": low}
+        local_errors = _exchanged(compare_local)
+        graph_error = None if None in local_errors else max(local_errors)
+        found = {"error": error, "of_one": of_one, "own_error": own_error, "is_low": low, "graph_error": graph_error}
         return found | self._between(session, between, knots, weights[0], rounding(low), aside)
 
     def _between(self, session, between, knots, weights, same, aside):

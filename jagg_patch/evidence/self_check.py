@@ -56,13 +56,18 @@ class SelfCheck(Watcher):
         self._kept = None  # the group that is checked next
 
     def forget(self, session):
+        self._let_go()
+
+    def _let_go(self):
+        if self._kept is not None:
+            self._kept.release()
         self._kept = None
 
     def rollout_begins(self, session):
         self._has_moved = False  # on every rank, also one that leaves out all its samples
 
     def update_begins(self, session, step):
-        self._kept = None
+        self._let_go()
         self.seconds = 0.0
         self._model = step.model
         if self._is_on and session.order.groups and self._why_not is None:
@@ -121,7 +126,7 @@ class SelfCheck(Watcher):
         self._has_moved |= self._model is not None and is_of(optimizer, self._model)
 
     def _check_at(self, session, optimizer):
-        if not self._is_on or not any(self._is_left(session, self._model, group) for group in session.order.groups):
+        if not self._is_on or not self._are_left(session):
             return
         if self._model is not None and self._why_not is None and not is_of(optimizer, self._model):
             return  # another network's optimizer, which may step on one rank alone
@@ -139,7 +144,7 @@ class SelfCheck(Watcher):
             start = now()
             self._measure(session, optimizer, all(has_own))
             self.seconds = now() - start
-        self._kept = None
+        self._let_go()
 
     def _times(self, model):
         if model is None:
@@ -148,15 +153,21 @@ class SelfCheck(Watcher):
             self._of_models[model] = self._checked.setdefault(first_weight(model), Counter())
         return self._of_models[model]
 
-    def _is_left(self, session, model, group):
-        times, way = self._times(model), self._way_of(session, group)
+    def _are_left(self, session):
+        """Whether any group is; on every rank the same. Which samples are retained needn't be, where one leaves out its own."""
+        ways = [self._way_of(session, group) for group in session.order.groups]
+        ways += [way._replace(is_retained=True) for way in ways if session.retaining.is_on]
+        return any(self._is_left(self._model, way) for way in ways)
+
+    def _is_left(self, model, way):
+        times = self._times(model)
         return times[way] < (2 if way == next(iter(times), None) else 1)
 
     def _is_due(self, session, model, group):
         """The first one's second time comes when all have had their first."""
         times, groups = self._times(model), [group, *session.order.groups]
         had_none, *others = [not times[self._way_of(session, one)] for one in groups]
-        return had_none or (not any(others) and self._is_left(session, model, group))
+        return had_none or (not any(others) and self._is_left(model, self._way_of(session, group)))
 
     def _way_of(self, session, group):
         is_retained = session.retaining.sample is not None
@@ -189,24 +200,29 @@ class SelfCheck(Watcher):
         if math.isfinite(found["error"]):  # else there was no gradient, or no finite one: the next group's
             self._judge(**found)
             self._times(kept.model)[kept.way] += 1  # not where it fails: a loop that goes on is stopped again
+            if kept.way.is_retained and found["graph_error"] is None:
+                session.retaining.doubts_now(
+                    "losses may reach weights by another way as well (a penalty?), and the gradient of its graphs can't be told apart"
+                )
 
     def _give_up(self, why):
         self._is_on = False
         self._say(f"JAGG: no self-check of a group: {why}")
 
-    def _judge(self, error, own_error, of_one, is_low, other, adds, differs):
+    def _judge(self, error, own_error, of_one, is_low, graph_error, other, adds, differs):
+        off = "off the one with each backward right after its forward"
+        if graph_error is not None and graph_error > rounding(is_low):
+            raise JaggError(
+                f"{self._kept.where}: the group's gradient is {graph_error:.1%} {off}\n"
+                "the rollout's graph isn't the training forward's (a cache, something that the model keeps of a sample?): "
+                "run with JAGG_RETAIN=0"
+            )
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._kept.name(of_one[0]), of_one[1])
-            way = self._kept.way
-            found = f"{self._kept.where}: {which} is {size:.1%} off the one with each backward right after its forward"
-            if way.is_retained:
-                raise JaggError(
-                    f"{found}\nthe rollout's graph isn't the training forward's (a cache, something that the model keeps of a "
-                    "sample), or a gradient comes beside it (a penalty on weights): run with JAGG_RETAIN=0"
-                )
             raise JaggError(
-                f"{found}\nthe model reads in its backward what a later forward has changed (a buffer, a mask, a setting by "
-                f"timestep): {'try JAGG_SCHEDULE=sequential, or ' * way.is_joint}run with JAGG_ENABLED=0"
+                f"{self._kept.where}: {which} is {size:.1%} {off}\n"
+                "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
+                f"{'try JAGG_SCHEDULE=sequential, or ' * self._kept.way.is_joint}run with JAGG_ENABLED=0"
             )
         if rounding(is_low) < own_error < math.inf and not self._others_are_said:
             self._others_are_said = True

@@ -112,6 +112,9 @@ RETAIN_CELLS = {
         "FSDP2": ("full", "full, checkpointing", "full, half checkpointed", "LoRA", "LoRA, checkpointing"),
     }.items()
 } | {"DDP": {"accumulation": MORE_CELLS["accumulation"]}}
+for engine in ("FSDP1 FULL_SHARD", "FSDP2"):
+    RETAIN_CELLS[engine] |= {"accumulation": MORE_CELLS["accumulation"]}
+KEEPING = {engine: replace(MORE_CELLS["accumulation"], checkpointing=1.0) for engine in ("FSDP1 FULL_SHARD", "FSDP2", "DDP")}
 MOVED = ("FSDP1 FULL_SHARD", "FSDP2", "DDP")  # with an optimizer step after each sample as well, and with knots
 DISAGREEING = ("FSDP1 FULL_SHARD", "DDP")  # with what is spoilt in one rank's rollout: which sample, which step
 SPOILT = {"a step that is compared": (0, 2), "a first endpoint": (1, 0), "a last endpoint": (2, 4)}

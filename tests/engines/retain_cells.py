@@ -14,12 +14,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from as_rank import recording_rank
-from matrix import LOOKED_AT, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
+from matrix import KEEPING, LOOKED_AT, N_VISITED, RETAIN_CELLS, RETAIN_RUNS, RETAIN_SAMPLES, RETAIN_STEPS_AFTER
 from matrix_cells import ARGS, Collectives, build, loop
 from observe import first_layer
 from skip_cells import MOVING_RATE
 
-from jagg_patch import JaggConfig, install
+from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.loop import retaining
 
 
@@ -28,12 +28,21 @@ def local_gradients(optimizer):
     return torch.cat([getattr(gradient, "_local_tensor", gradient).detach().float().flatten() for gradient in gradients])
 
 
-def run(name, cell, settings):
+def keep_sample(transformer):
+    """Its first block goes by the latents of the last call of the model: in a recomputation that comes later, by other ones."""
+    kept = []
+    transformer.register_forward_pre_hook(lambda *call: kept.append(call[-1]["hidden_states"].mean()), with_kwargs=True)
+    inside = next(part for name, part in transformer.named_modules() if name.endswith("to_v"))
+    inside.register_forward_hook(lambda part, args, output: output * (1 + kept[-1]))
+
+
+def run(name, cell, settings, changed=lambda transformer: None):
     """Three training steps, the first two of which are watched; each has a rollout, and an optimizer step after some samples.
 
     Of the third: this rank's part of the gradients, and each training forward's calls of the model and all-gathers.
     """
     engine = build(name, cell, N_VISITED)
+    changed(engine.transformer)
     is_exact = settings is None or settings.get("frac") == 0  # in another order of steps, whose sum rounds otherwise
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0 if is_exact else MOVING_RATE
@@ -83,10 +92,21 @@ def run_all(name, cell):
     return records
 
 
+def run_keeping(name):
+    """What has stopped a run with graphs of a model that keeps a sample."""
+    try:
+        run(name, KEEPING[name], dict(frac=0, retain=True, self_check=True), keep_sample)
+    except JaggError as error:
+        return str(error)
+    return None
+
+
 def main(out, *names):
     with recording_rank(out) as records:
         for name in names or RETAIN_CELLS:
             records[name] = {label: run_all(name, cell) for label, cell in RETAIN_CELLS[name].items()}
+            if name in KEEPING:
+                records[name]["keeping"] = run_keeping(name)
 
 
 if __name__ == "__main__":

@@ -401,6 +401,16 @@ def test_what_a_model_keeps_from_one_sample_to_the_next_stops_the_run(load_loop)
         run(module, dict(frac=0, retain=True, self_check=True), Keeping("kept"))
 
 
+def test_graphs_whose_gradients_come_with_others_are_not_used(load_loop, capsys):
+    """They can't be told apart in the check."""
+    penalised = BACKWARD, "            (loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())).backward()\n"
+    settings = dict(frac=0), dict(frac=0, retain=True, self_check=True)
+    own, retained = (run(load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER, *penalised), one, n_epochs=6) for one in settings)
+    assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert retained.handle.stats.retained_forwards == N_FIRST * N_STEPS  # of one update, the checked one
+    assert "in this update: rank 0: losses may reach weights by another way as well (a penalty?)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["listed", "named"])
 def test_what_a_checkpointed_block_is_given_may_not_change(load_loop, how):
     """In a list, or by keyword, torch keeps it where it isn't looked after. On the host there is a copy."""

@@ -9,6 +9,7 @@ model predicts. Writes bench.json and bench.png.
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from statistics import median
@@ -32,9 +33,9 @@ def compared(results):
 def table(results):
     heads = "".join(f"{f'{name} (quartiles)':>26}{'limit':>7}{'of it':>7}{'model':>7}" for name in ("update", "training step"))
     heads += f"{'faults':>8}" + "  peak GB" * torch.cuda.is_initialized()  # of pages of memory that are new to the process
-    lines = [f"{'checkpointing, steps, grouping, mode':44}{'groups, knots':22}{heads}"]
+    lines = [f"{'checkpointing, steps, grouping, mode':46}{'groups, knots':22}{heads}"]
     for row in results["rows"]:
-        line = f"{row['row']:44}{','.join(map(str, row['knots'])) or '+'.join(map(str, row['groups'])):22}"
+        line = f"{row['row']:46}{','.join(map(str, row['knots'])) or '+'.join(map(str, row['groups'])):22}"
         for part in PARTS:
             if row["mode"] == "exact":
                 line += f"{median(row[f'{part}_seconds'] or [math.nan]):>24.4g} s{'':21}"
@@ -92,6 +93,7 @@ def add_arguments(parser):
     parser.add_argument("--model", choices=MODELS, help="flux and qwenimage at full size, 720x720 (default small, on cuda flux)")
     parser.add_argument("--all", action="store_true", help="every W, frac, number of knots, of steps, and checkpointing")
     parser.add_argument("--retained", action="store_true", help="only retained graphs, on the device and in the host's memory")
+    parser.add_argument("--only", metavar="TEXT", help="only cases with this in their name, such as 'off 20', beside exact ones")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -107,8 +109,8 @@ def add_arguments(parser):
 
 def command(args):
     """The command line that `args` came from."""
-    options = ("device", "model", "seconds", "rounds", "layers", "heads", "side", "text")
-    given = [f"--{name} {getattr(args, name)}" for name in options if getattr(args, name) is not None]
+    options = ("device", "model", "only", "seconds", "rounds", "layers", "heads", "side", "text")
+    given = [f"--{name} {shlex.quote(str(getattr(args, name)))}" for name in options if getattr(args, name) is not None]
     flags = [f"--{name}" for name in ("all", "retained") if getattr(args, name)]
     return " ".join(["python upstream/bench.py --out OUT", *flags, *given])
 
@@ -124,15 +126,21 @@ def run(args):
         raise JaggError("torch finds no CUDA device\nrun with --device cpu, or install a torch with CUDA")
     if args.device == "cpu" and name != "small" and not args.layers:
         raise JaggError(f"{name} at full size is for a GPU\nadd --device cuda, or --layers 1, say, to try the command")
+    known = MODELS[name]
+    wanted = list(cases(ALL, ALL_KNOTS) if args.all else cases(known.cases, known.knots))
+    chosen = [case for case in wanted if not args.only or args.only in case.name]
+    if not chosen:
+        raise JaggError(f"no case has {args.only!r} in its name\nthere are {', '.join(case.name for case in wanted)}")
     torch.manual_seed(0)
     model, settings = build(name, args)
     make_folder(args.out)
-    known, meter = MODELS[name], Meter(model)
+    meter = Meter(model)
     planned = [
         Row(case, mode, model, meter, settings)
-        for case in (cases(ALL, ALL_KNOTS) if args.all else cases(known.cases, known.knots))
+        for case in wanted
         for mode in (RETAINED if args.retained else MODES)
         if (mode in OF_EXACT) != bool(case.groups)
+        if case in chosen or (not case.groups and case.cell in [one.cell for one in chosen])
     ]
     budget = known.seconds if args.seconds is None else args.seconds
     rows, rounds = measure(planned, budget, known.least_rounds, args.rounds or 10**6, name != "small")

@@ -72,6 +72,10 @@ class Case(NamedTuple):
         """What it has in common with the exact one."""
         return self.checkpointing, self.steps
 
+    @property
+    def name(self):
+        return " ".join(str(self).split())
+
     def __str__(self):
         steps = f"{self.visited} of {self.steps[0]}" if self.visited < self.steps[0] else f"{self.visited}"
         grouped = f"W={','.join(map(str, self.group_sizes)):4} frac {self.frac:g}" if self.groups else ""

@@ -166,6 +166,18 @@ def test_retained_graphs_alone_are_on_the_device_and_on_the_host(command):
     assert results["made_by"]["command"].startswith("python upstream/bench.py --out OUT --retained --device cpu")
 
 
+def test_only_named_cases_stand_beside_their_exact_ones(command):
+    results = read(command("--rounds", "1", "--retained", "--only", "off 9 of 15 W=4"))
+    assert [row["row"].split() for row in results["rows"]] == [
+        "off 9 of 15 exact".split(),
+        "off 9 of 15 exact, retained".split(),
+        "off 9 of 15 exact, on host".split(),
+        "off 9 of 15 W=4 frac 0.6 JAGG, retained".split(),
+        "off 9 of 15 W=4 frac 0.6 on host".split(),
+    ]
+    assert " --only 'off 9 of 15 W=4' " in results["made_by"]["command"]
+
+
 def test_the_limit_is_that_of_the_measured_calls(results):
     for row in compared(results):
         seconds = results["call_seconds"][row["checkpointing"]]
@@ -280,6 +292,8 @@ def test_it_says_what_is_missing(tmp_path, monkeypatch):
         bench.run(parsed(*out, "--model", "flux"))
     with pytest.raises(JaggError, match="at least"):
         bench.run(parsed(*out, "--layers", "0"))
+    with pytest.raises(JaggError, match="no case has 'none' in its name\nthere are on 20, "):
+        bench.run(parsed(*out, "--only", "none"))
     for seconds in ("0", "-1", "nan", "inf"):
         with pytest.raises(JaggError, match="is no time"):
             bench.run(parsed(*out, "--seconds", seconds))

@@ -99,8 +99,9 @@ def norms_of(tensors):
     """By the same keys, as floats. NaN equals nothing, not even itself, so that it is -1, which is no norm."""
     if not tensors:
         return {}
-    wide = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()}, torch.float32)
-    norms = torch._foreach_norm(list(tensors.values()), 2, wide)
+    parts = [plain(tensor) for tensor in tensors.values()]
+    wide = reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
+    norms = torch._foreach_norm(parts, 2, wide)
     # On one device: to the host they go at once.
     values = torch.stack([norm.to(norms[0]) for norm in norms]).nan_to_num(-1, torch.inf)
     return dict(zip(tensors, values.tolist(), strict=True))

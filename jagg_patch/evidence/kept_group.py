@@ -49,7 +49,7 @@ class KeptGroup:
     def of(cls, session, visit, way):
         parameters = session.group.engine.parameters()
         had_gradients = any(parameter.grad is not None for parameter in parameters)
-        local = LocalGradient() if way.is_retained else None
+        local = LocalGradient(is_counting=False) if way.is_retained else None
         first = KeptForward.of(visit)
         return cls(session.group, visit.where, way, visit.step.model, parameters, had_gradients, [first], local=local)
 
@@ -73,6 +73,12 @@ class KeptGroup:
 
     def passes_begin(self, knots, gradients):
         self.folded |= {knot: gradient.clone() for knot, gradient in zip(knots, gradients, strict=True)}
+        if self.local is not None:  # to the end of this backward: the loop may have others, of a penalty, say
+            self.local.is_counting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+
+    def _pass_ends(self):
+        self.local.is_counting = False
 
     def group_ends(self):
         self.release()
@@ -140,6 +146,8 @@ class KeptGroup:
             if self.local is None or not self.goes_through:
                 return None
             apart, sizes = self.local.squares(local)
+            if not math.isfinite(sum(apart)):  # the exact one is finite, or nothing is judged
+                return math.inf
             whole, of_one = errors(apart, sizes, rounding(low))
             return max([whole] * (sum(sizes) > 0) + ([of_one[1]] if of_one else []), default=0.0)
 

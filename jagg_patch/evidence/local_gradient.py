@@ -9,13 +9,14 @@ from ..loop.weights import is_weight
 from ..method.proxy import graph_nodes
 from ..method.quality import sums
 
-MOST = 1 << 16  # elements of one leaf that are kept, evenly spread: an engine's may be the whole of a block
+MOST = 1 << 16  # elements of one leaf that are kept, drawn at random: an engine's may be the whole of a block
 
 
 class LocalGradient:
-    """Of each leaf of the graphs that are watched, in host memory, until `close()`."""
+    """Of each leaf of the graphs that are watched, in host memory, of the backward passes that run while `is_counting`."""
 
-    def __init__(self):
+    def __init__(self, is_counting=True):
+        self.is_counting = is_counting
         self._parts, self._hooks = {}, {}
 
     def watch(self, output):
@@ -25,10 +26,13 @@ class LocalGradient:
 
     def _add(self, leaf, gradients):
         (gradient,) = gradients
-        if gradient is not None:
+        if gradient is not None and self.is_counting:
             whole = plain(own_part(gradient)).flatten()
-            part = whole[:: -(-len(whole) // MOST) or 1].to("cpu", torch.float64)
-            self._parts[leaf] = self._parts.get(leaf, 0) + part
+            if len(whole) > MOST:
+                places = torch.randint(len(whole), (MOST,), generator=torch.Generator().manual_seed(0))
+                whole = whole[places.to(whole.device)]
+            part = whole.to("cpu", torch.float32, copy=True)
+            self._parts[leaf] = self._parts[leaf] + part if leaf in self._parts else part
 
     def close(self):
         for hook in self._hooks.values():

@@ -202,7 +202,7 @@ class SelfCheck(Watcher):
             self._times(kept.model)[kept.way] += 1  # not where it fails: a loop that goes on is stopped again
             if kept.way.is_retained and found["graph_error"] is None:
                 session.retaining.doubts_now(
-                    "losses may reach weights by another way as well (a penalty?), and the gradient of its graphs can't be told apart"
+                    "losses may reach weights by another way as well (a penalty?), and the graphs' gradient can't be told apart"
                 )
 
     def _give_up(self, why):
@@ -210,17 +210,18 @@ class SelfCheck(Watcher):
         self._say(f"JAGG: no self-check of a group: {why}")
 
     def _judge(self, error, own_error, of_one, is_low, graph_error, other, adds, differs):
-        off = "off the one with each backward right after its forward"
+        right_after = "the one with each backward right after its forward"
         if graph_error is not None and graph_error > rounding(is_low):
+            how = f"{graph_error:.1%} off" if math.isfinite(graph_error) else "not finite, unlike"
             raise JaggError(
-                f"{self._kept.where}: the group's gradient is {graph_error:.1%} {off}\n"
+                f"{self._kept.where}: the group's gradient is {how} {right_after}\n"
                 "the rollout's graph isn't the training forward's (a cache, something that the model keeps of a sample?): "
                 "run with JAGG_RETAIN=0"
             )
         if error > rounding(is_low) or of_one:
             which, size = ("the group's gradient", error) if error > rounding(is_low) else (self._kept.name(of_one[0]), of_one[1])
             raise JaggError(
-                f"{self._kept.where}: {which} is {size:.1%} {off}\n"
+                f"{self._kept.where}: {which} is {size:.1%} off {right_after}\n"
                 "the model reads in its backward what a later forward has changed (a buffer, a mask, a setting by timestep): "
                 f"{'try JAGG_SCHEDULE=sequential, or ' * self._kept.way.is_joint}run with JAGG_ENABLED=0"
             )

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import sys
 import weakref
 from contextlib import ExitStack, nullcontext, suppress
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jagg_patch import JaggConfig, JaggError, install
 from jagg_patch.engines import engine_of
+from jagg_patch.evidence.local_gradient import LocalGradient
 from jagg_patch.install import Handle
 from jagg_patch.loop import retaining
 from jagg_patch.loop.checkpointed import arguments_saved
@@ -409,6 +411,82 @@ def test_graphs_whose_gradients_come_with_others_are_not_used(load_loop, capsys)
     assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
     assert retained.handle.stats.retained_forwards == N_FIRST * N_STEPS  # of one update, the checked one
     assert "in this update: rank 0: losses may reach weights by another way as well (a penalty?)" in capsys.readouterr().out
+
+
+class ByLatest(torch.autograd.Function):
+    """A scale of `velocity` whose gradient is another where the model has seen another sample since: by `change`."""
+
+    @staticmethod
+    def forward(ctx, velocity, scale, model):
+        ctx.save_for_backward(velocity, scale)
+        ctx.model, ctx.sample = model, model.sample
+        return velocity * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        velocity, scale = ctx.saved_tensors
+        change = 0.0 if ctx.sample is ctx.model.sample else ctx.model.change
+        return gradient * scale, (gradient * velocity).sum(0) + change, None
+
+
+class Changing(models.Plain):
+    def __init__(self, change):
+        super().__init__()
+        self.scale, self.change, self.sample = torch.nn.Parameter(torch.ones(2)), change, None
+
+    def forward(self, x):
+        if x[0, -1] == 1:
+            self.sample = x
+        return ByLatest.apply(super().forward(x), self.scale, self)
+
+
+@pytest.mark.parametrize(("change", "found"), [(1.0, r"[\d.]+% off"), (math.nan, "not finite, unlike")])
+def test_a_wrong_gradient_of_a_retained_graph_stops_the_run_whatever_it_is(load_loop, change, found):
+    module = load_loop(FLUX, *ONE_BY_ONE, *IN_ORDER)
+    with pytest.raises(JaggError, match=f"the group's gradient is {found} the one .*\nthe rollout's graph isn't"):
+        run(module, dict(frac=0, retain=True, self_check=True), Changing(change))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_backward_of_the_loop_s_own_between_the_group_s_stops_nothing(load_loop, where):
+    def penalise(model):
+        (0.01 * sum(weight.square().sum() for weight in model.parameters())).backward()
+
+    call = "            args.penalise(model)\n"
+    pieces = (*ONE_BY_ONE, *IN_ORDER, BACKWARD, call + BACKWARD if where == "before" else BACKWARD + call)
+    settings = dict(frac=0), dict(frac=0, retain=True, self_check=True)
+    own, retained = (run(load_loop(FLUX, *pieces), one, penalise=penalise) for one in settings)
+    assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert retained.handle.stats.retained_forwards == 3 * N_FIRST * N_STEPS
+
+
+def test_of_a_large_weight_no_row_or_column_is_left_out():
+    """A model that is wrong in what a regular sample leaves out would pass."""
+    weight = torch.nn.Parameter(torch.zeros(512, 512))
+    first, other = LocalGradient(), LocalGradient()
+    for local, gradient in (first, torch.ones(512, 512)), (other, (torch.arange(512) % 4 == 0).float().expand(512, 512)):
+        output = weight.clone()
+        local.watch(output)
+        output.backward(gradient)
+        local.close()
+    ((apart,), (size,)) = first.squares(other)
+    assert apart / size == pytest.approx(3, rel=0.05)
+
+
+class Complex(models.Plain):
+    def __init__(self):
+        super().__init__()
+        self.turned = torch.nn.Parameter(torch.full((3,), 0.1 + 0.2j))
+
+    def forward(self, x):
+        return super().forward(x) + (x[:, :2] * self.turned[:2]).exp().real
+
+
+def test_a_complex_weight(load_loop):
+    pieces, settings = ONE_BY_ONE + IN_ORDER, [dict(frac=0), dict(frac=0, retain=True, self_check=True)]
+    own, retained = (run(load_loop(FLUX, *pieces), one, Complex()) for one in settings)
+    assert_close(retained.gradients, own.gradients, rtol=1e-5, atol=1e-6)
+    assert retained.handle.stats.retained_forwards == 3 * N_FIRST * N_STEPS
 
 
 @pytest.mark.parametrize("how", ["listed", "named"])

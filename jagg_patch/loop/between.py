@@ -156,7 +156,8 @@ class EndpointsFirst(LookAhead):
 class Retained(Forwards):
     """A whole sample's, by the rollout's: with its graph at a knot, which `outputs` has by position, else as recorded.
 
-    `entries` are those of its steps in the `records`. The policy is the rollout's.
+    `entries` are those of its steps in the `records`. The policy is the rollout's. A knot whose micro-step reduces gradients runs
+    its own forward where the engine wants one for that: an accumulation may end sooner than in the run's first updates.
     """
 
     def __init__(self, stand_in, records, entries, outputs):
@@ -166,14 +167,25 @@ class Retained(Forwards):
         return self._records.are_at(self._entries[visit.place.position], visit.step.latents)
 
     def run(self, session, visit):
+        place = visit.place
+        if place.is_knot and must_run_forward(session.group.engine):
+            del self._outputs[place.position]
+            return visit.forward()
         session.tell("forwards_retained", 1)
-        return self._stand_in.run(visit, "JAGG_RETAIN=0", visit.place.is_knot)
+        return self._stand_in.run(visit, "JAGG_RETAIN=0", place.is_knot)
 
     def output(self, session, visit, output):
         position = visit.place.position
         if position in self._outputs:
             return self._outputs.pop(position)  # a knot lets go of it when its pass begins
+        if visit.place.is_knot:
+            return output
         return self._records.outputs(self._entries[position]).to(output.device)
+
+
+def must_run_forward(engine):
+    """Whether gradients are reduced in the micro-step that begins, and not unless it has a forward."""
+    return engine.prepares_sync_in_forward and engine.syncs_gradients()
 
 
 def outputs_between(session, visit, group, gap):

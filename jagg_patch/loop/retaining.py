@@ -18,7 +18,7 @@ from ..engines.gradients import norms_of, own_part
 from ..method.plan import knots_of
 from ..ranks import first_of, gathered, least
 from .alike import why_not_equal
-from .between import Retained, entries_of, run_apart
+from .between import Retained, entries_of, must_run_forward, run_apart
 from .checkpointed import arguments_saved
 from .drawn import Drawn
 from .memory import graph_bytes, in_gb
@@ -279,6 +279,8 @@ class Retaining(Watcher):
         """Puts the outputs of the knots of the sample at `entries` into `outputs`; returns why it can't, or None."""
         if None in entries:
             return "the update has samples or steps that the rollout hadn't"
+        if must_run_forward(self._shown.engine) and session.order.n_visited > 1:
+            return "its first micro-step reduces gradients, and those that do run their own forward (is no_sync() missing?)"
         if self._recording.policy_has_moved or self._weights.get(entries[0][0].batch) not in (None, self._weights_now()):
             return "its weights have changed since the rollout"
         for position in knots_of(session.order.n_visited, session.order.planned):

@@ -28,21 +28,32 @@ def local_gradients(optimizer):
     return torch.cat([getattr(gradient, "_local_tensor", gradient).detach().float().flatten() for gradient in gradients])
 
 
-def keep_sample(transformer):
+def keep_sample(engine):
     """Its first block goes by the latents of the last call of the model: in a recomputation that comes later, by other ones."""
-    kept = []
+    kept, transformer = [], engine.transformer
     transformer.register_forward_pre_hook(lambda *call: kept.append(call[-1]["hidden_states"].mean()), with_kwargs=True)
     inside = next(part for name, part in transformer.named_modules() if name.endswith("to_v"))
     inside.register_forward_hook(lambda part, args, output: output * (1 + kept[-1]))
 
 
-def run(name, cell, settings, changed=lambda transformer: None):
+def close_sooner(engine):
+    """The third update's first accumulation ends with its first sample, which the first two updates' didn't."""
+    accumulate, step, n_steps, last = engine.accumulate, engine.step, [0], (2 * RETAIN_SAMPLES + 1) * N_VISITED
+
+    def accumulate_less(closes):
+        n_steps[0] += 1
+        return accumulate(closes or n_steps[0] == last)
+
+    engine.accumulate, engine.step = accumulate_less, lambda closes: step(closes or n_steps[0] == last)
+
+
+def run(name, cell, settings, changed=lambda engine: None):
     """Three training steps, the first two of which are watched; each has a rollout, and an optimizer step after some samples.
 
     Of the third: this rank's part of the gradients, and each training forward's calls of the model and all-gathers.
     """
     engine = build(name, cell, N_VISITED)
-    changed(engine.transformer)
+    changed(engine)
     is_exact = settings is None or settings.get("frac") == 0  # in another order of steps, whose sum rounds otherwise
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0 if is_exact else MOVING_RATE
@@ -107,6 +118,10 @@ def main(out, *names):
             records[name] = {label: run_all(name, cell) for label, cell in RETAIN_CELLS[name].items()}
             if name in KEEPING:
                 records[name]["keeping"] = run_keeping(name)
+        if not names:
+            labels = ("joint, knots", "joint, knots, retained", "exact", "unpatched")
+            cell = RETAIN_CELLS["DDP"]["accumulation"]
+            records["sooner"] = {label: run("DDP", cell, RETAIN_RUNS[label], close_sooner) for label in labels}
 
 
 if __name__ == "__main__":

@@ -70,3 +70,14 @@ def test_the_ranks_agree(ranks):
 def test_what_a_model_keeps_of_a_sample_stops_every_rank_also_where_gradients_add_up_unreduced(launched, engine):
     for records in launched:
         assert re.search(r"% off the one .*\nthe rollout's graph isn't the training forward's", records[engine]["keeping"])
+
+
+@pytest.mark.parametrize(("run", "own"), [("exact", "unpatched"), ("joint, knots, retained", "joint, knots")])
+def test_ddp_reduces_gradients_also_where_an_accumulation_ends_sooner_than_the_first_did(launched, run, own):
+    """With a sample that was to be retained: its last micro-step runs its own forward."""
+    for records in launched:
+        found, expected = records["sooner"][run], records["sooner"][own]
+        pairs = list(zip(found["gradients"], expected["gradients"], strict=True))
+        assert len(pairs) == 2 and all((one - other).norm() <= 1e-6 * other.norm() for one, other in pairs)
+        assert found["forwards"][:N_VISITED] == [0] * (N_VISITED - 1) + [1]
+        assert torch.equal(found["weights"], launched[0]["sooner"][run]["weights"])

@@ -99,7 +99,7 @@ def test_the_rule_s_error_is_near_the_best_set_s():
     assert max(ratios.values()) < 1.25 and len(ratios) == 6 * 9
 
 
-PARITY = [(name, arm) for name in ("groups", "knots") for arm in result(f"parity-results/{name}")["arms"]]
+PARITY = [(name, arm) for name in ("groups", "knots", "retained") for arm in result(f"parity-results/{name}")["arms"]]
 
 
 def parity_line(name, arm):
@@ -186,6 +186,7 @@ FILES = [
     "knots-results/knots",
     "parity-results/groups",
     "parity-results/knots",
+    "parity-results/retained",
     "demo-results/comparison",
     "flow-results/fast",
     "report-results/made_by",

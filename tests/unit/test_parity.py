@@ -50,10 +50,19 @@ def test_the_arms_cost_what_the_cost_model_says(parity):
         "9 of 15 steps, 5 knots": 16 + 9 + 3 * 5,
         "9 of 15 steps, 4 knots": 16 + 9 + 3 * 4,
     }
+    assert {arm: setup.cost for arm, setup in parity.RETAINED.items()} == {
+        "all 15 steps, no JAGG": 16 + 15 + 3 * 15,
+        "exact, retained": 16 + 3 * 15,
+        "frac 0.6, retained": 16 + 3 * 10,
+        "frac 1, retained": 16 + 3 * 8,
+        "5 knots, retained": 16 + 3 * 5,
+        "4 knots, retained": 16 + 3 * 4,
+        "9 of 15 steps, no JAGG": 16 + 36,
+    }
 
 
 def test_the_flags_train_as_many_steps_as_the_arm_says(parity):
-    for arm in [*parity.GROUPS.values(), *parity.KNOTS.values()]:
+    for arm in [*parity.GROUPS.values(), *parity.KNOTS.values(), *parity.RETAINED.values()]:
         assert int(parity.TRAINABLE * float(arm.flags[1])) == arm.visited
 
 

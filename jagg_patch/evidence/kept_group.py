@@ -146,6 +146,8 @@ class KeptGroup:
             if self.local is None or not self.goes_through:
                 return None
             apart, sizes = self.local.squares(local)
+            if not apart:
+                return None
             if not math.isfinite(sum(apart)):  # the exact one is finite, or nothing is judged
                 return math.inf
             whole, of_one = errors(apart, sizes, rounding(low))

@@ -1,6 +1,8 @@
 """What backward passes bring to a model's weights on this rank, before an engine adds it up and reduces it."""
 
+from collections import Counter
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -18,11 +20,14 @@ class LocalGradient:
     def __init__(self, is_counting=True):
         self.is_counting = is_counting
         self._parts, self._hooks = {}, {}
+        self._unseen = Counter()  # of each leaf, gradients that have come without their hook
 
     def watch(self, output):
         for node in graph_nodes([output]):
             if is_weight(node) and node not in self._hooks:  # two graphs may have it
-                self._hooks[node] = node.register_prehook(partial(self._add, node.variable))
+                leaf = node.variable
+                hooks = node.register_prehook(partial(self._add, leaf)), node.register_hook(partial(self._added, leaf))
+                self._hooks[node] = hooks
 
     def _add(self, leaf, gradients):
         (gradient,) = gradients
@@ -33,14 +38,22 @@ class LocalGradient:
                 whole = whole[places.to(whole.device)]
             part = whole.to("cpu", torch.float32, copy=True)
             self._parts[leaf] = self._parts[leaf] + part if leaf in self._parts else part
+            self._unseen[leaf] -= 1
+
+    def _added(self, leaf, _, gradients):
+        """torch 2.6 drops a leaf's own hooks where a Python autograd function gets it from hooks on what is saved."""
+        (gradient,) = gradients
+        if gradient is not None and self.is_counting:
+            self._unseen[leaf] += 1
 
     def close(self):
-        for hook in self._hooks.values():
+        for hook in chain.from_iterable(self._hooks.values()):
             hook.remove()
         self._hooks.clear()
 
     def squares(self, exact):
-        """|a - e|² and |e|² of every leaf."""
-        pairs = [([self._parts.get(leaf)], [exact._parts.get(leaf)]) for leaf in self._parts | exact._parts]
+        """|a - e|² and |e|² of every leaf all of whose gradients have been seen."""
+        leaves = [leaf for leaf in self._parts | exact._parts if not self._unseen[leaf] and not exact._unseen[leaf]]
+        pairs = [([self._parts.get(leaf)], [exact._parts.get(leaf)]) for leaf in leaves]
         found = [sums(*pair) for pair in pairs]
         return [one[3] for one in found], [one[2] for one in found]

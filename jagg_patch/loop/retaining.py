@@ -88,6 +88,8 @@ class Retaining(Watcher):
         engine, measured, n_rows = self._shown.engine, self._shown.measured, self._shown.n_rows
         n_syncing = n_rows if engine.prepares_sync_in_forward else 0  # the batch that may sync
         places = {"device": (1, 0), "host": (0, 1), "auto": (1, int(torch.cuda.is_available()))}[self._config.retain_on]
+        if engine.has_hooks:  # as for `graph_bytes`
+            measured = measured._replace(on_host=0)
         is_known, cap = self._shown.is_in_order or self.orders_samples, 1e9 * self._config.retain_gb or math.inf
         self._room, self._n_knots = room(measured, n_knots, n_rows, n_syncing, is_known, places, cap), n_knots
         self.is_on = self._room.n_retained > 0

@@ -109,6 +109,8 @@ def run_keeping(name):
         run(name, KEEPING[name], dict(frac=0, retain=True, self_check=True), keep_sample)
     except JaggError as error:
         return str(error)
+    except Exception:
+        return traceback.format_exc()
     return None
 
 
